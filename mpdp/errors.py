@@ -1,0 +1,78 @@
+"""The exceptions of mpdp.
+
+A user's input (shapes, dtypes, labels, arguments) raises ``ValueError`` or ``TypeError``.
+Everything else raises a class of this tree::
+
+    MpdpError
+    |-- LaunchError             the launcher and the world do not fit, or no MPI was found
+    |-- MissingDependencyError  an optional package is asked for and not installed
+    |-- CommunicationError      a message between ranks could not be carried
+    |   |-- RankFailedError     another rank raised, died or left
+    |   `-- StallError          a rank waited longer than the world's timeout
+    |-- DisagreementError       ranks hold different things where they must be equal
+    |   `-- DivergenceError     replicas differ although every input agreed
+    |-- DeviceError             a device is unknown, missing or out of memory
+    |   `-- DeviceMismatchError operands of one operation live on different devices
+    |-- TapeError               a tape was used after it was consumed
+    |-- NonFiniteError          a loss or a gradient is NaN or infinite
+    `-- CheckpointError         a checkpoint is missing, torn or does not fit
+
+An error that all ranks raise together carries ``agreed = True``: it was settled by a small
+all-reduce, so no rank is left waiting and a program may catch it on every rank and go on.
+"""
+
+from __future__ import annotations
+
+
+class MpdpError(Exception):
+    """Base of every error that is not the fault of one argument."""
+
+    agreed = False
+
+
+class LaunchError(MpdpError):
+    """The launcher and the world do not fit, or no MPI library was found."""
+
+
+class MissingDependencyError(MpdpError, ImportError):
+    """An optional package is asked for and not installed; the message holds the install line."""
+
+
+class CommunicationError(MpdpError):
+    """A message between ranks could not be carried."""
+
+
+class RankFailedError(CommunicationError):
+    """Another rank raised, died or left while this one needs it."""
+
+
+class StallError(CommunicationError):
+    """A rank waited longer than the world's timeout."""
+
+
+class DisagreementError(MpdpError):
+    """Ranks hold different things where they must be equal."""
+
+
+class DivergenceError(DisagreementError):
+    """Replicas differ although every input agreed."""
+
+
+class DeviceError(MpdpError):
+    """A device is unknown, missing or out of memory."""
+
+
+class DeviceMismatchError(DeviceError):
+    """Operands of one operation live on different devices."""
+
+
+class TapeError(MpdpError):
+    """A tape was used after it was consumed."""
+
+
+class NonFiniteError(MpdpError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class CheckpointError(MpdpError):
+    """A checkpoint is missing, torn or does not fit the model."""
