@@ -1,0 +1,24 @@
+"""Optimizers: update rules over ranges of flat buffers, and schedules of the learning rate.
+
+An optimizer sees weights and gradients as flat arrays over a layout and never asks where its state
+lives or who reduced the gradient. Read next: ``optimizer`` (the interface and the groups), ``sgd``
+and ``adam`` (the rules), ``plan`` (which range takes which values), ``schedules``.
+"""
+
+from .adam import Adam, AdamW
+from .optimizer import Group, Optimizer
+from .schedules import Schedule, StepLR, WarmupCosine, WarmupLinear, constant
+from .sgd import SGD
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Group",
+    "Optimizer",
+    "Schedule",
+    "StepLR",
+    "WarmupCosine",
+    "WarmupLinear",
+    "constant",
+]

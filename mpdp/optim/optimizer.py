@@ -1,0 +1,275 @@
+"""Optimizer: what every update rule shares: binding to a layout, groups, counts, state for checkpoints.
+
+A rule is applied range by range, in whatever order and cut the reduced gradient arrives. It owns its
+moments and counts, and knows neither ranks nor who holds which range. Read next: ``plan`` for how
+groups become ranges, ``sgd`` and ``adam`` for the rules, ``kernels/updates.py`` for the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..kernels.updates import UpdateKernels
+from .plan import Plan
+
+_MOST_GROUPS = 255
+
+
+@dataclass(frozen=True)
+class Group:
+    """Give parameters whose name fits a pattern their own learning rate or decay.
+
+    **Local.** The first group that fits a name decides; parameters that fit none take the
+    optimizer's values.
+
+    Args:
+        pattern: as in a shell: ``*`` any text, ``?`` one character, ``[ab]`` one of these; upper
+            and lower case differ.
+        lr_factor: factor on the optimizer's learning rate, so that schedules reach every group.
+        weight_decay: in place of the optimizer's; None keeps that.
+
+    Example:
+        >>> Group("*.bias", weight_decay=0.0)
+        Group(pattern='*.bias', lr_factor=1.0, weight_decay=0.0)
+    """
+
+    pattern: str
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"pattern: expected a string such as '*.bias', got {self.pattern!r}")
+        non_negative("lr_factor", self.lr_factor)
+        if self.weight_decay is not None:
+            non_negative("weight_decay", self.weight_decay)
+
+
+class Optimizer:
+    """Update flat weights from flat gradients; subclasses state one rule.
+
+    Args:
+        lr: learning rate before schedule and groups, 0 or more.
+        weight_decay: decay of parameters that no group gives another, 0 or more.
+        groups: tried in order for each parameter.
+
+    Attributes:
+        slots: names of the arrays that the rule keeps, one number a weight each.
+        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights.
+        updates: int64 NumPy array, how many updates each trainable parameter got.
+    """
+
+    slots: tuple[str, ...] = ()
+
+    def __init__(self, lr: float, weight_decay: float = 0.0, groups: Sequence[Group] = ()) -> None:
+        self.lr = non_negative("lr", lr)
+        self.weight_decay = non_negative("weight_decay", weight_decay)
+        self.groups = tuple(groups)
+        for group in self.groups:
+            if not isinstance(group, Group):
+                raise TypeError(f"groups: expected optim.Group objects, got {group!r}")
+        if len(self.groups) > _MOST_GROUPS:
+            raise ValueError(f"groups: expected at most {_MOST_GROUPS}, got {len(self.groups)}")
+        self.state: dict[str, Any] = {}
+        self.updates = np.zeros(0, dtype=np.int64)
+        self._layout: Any = None
+        self._weights: Any = None
+        self._kernels: Any = None
+        self._scratch: Any = None
+        self._plan: Any = None
+        self._common: int | None = 0  # the count that all parameters share; None where they differ
+        self._names: tuple[str, ...] = ()
+        self._factors = (1.0, *(float(group.lr_factor) for group in self.groups))
+        self._decays = (
+            self.weight_decay,
+            *(self.weight_decay if g.weight_decay is None else float(g.weight_decay) for g in self.groups),
+        )
+
+    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels) -> None:
+        """Attach the rule to the weights it updates, and allocate its state as zeros.
+
+        **Local.** Binding again to the same weights does nothing.
+
+        Args:
+            layout: the map from names to ranges; its trainable zone comes first.
+            weights: flat floating array over ``layout.size``; updated in place.
+            kernels: the kernels of the weights' device.
+
+        Raises:
+            ValueError: bound to other weights before, or a group's pattern fits no parameter.
+        """
+        if self._layout is not None:
+            if layout is self._layout and weights is self._weights:
+                return
+            raise ValueError(
+                f"{type(self).__name__}: expected weights that it was bound to before, got others; "
+                "make one optimizer for each model, or call unbind() first"
+            )
+        if weights.shape != (layout.size,):
+            raise ValueError(f"weights: expected shape ({layout.size},), got {weights.shape}")
+        names = [entry.name for entry in layout.trainable]
+        everything = [entry.name for entry in layout.entries]
+        for group in self.groups:
+            if not any(fnmatchcase(name, group.pattern) for name in everything):
+                shown = ", ".join(everything[:5]) + (", ..." if len(everything) > 5 else "")
+                raise ValueError(
+                    f"groups: expected each pattern to fit a parameter, got {group.pattern!r} which fits "
+                    f"none of {len(everything)} ({shown}); correct or remove it"
+                )
+        dtype = np.promote_types(weights.dtype, np.float32)  # 16-bit moments would underflow
+        self._check_dtype(dtype)
+        self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        self.updates = np.zeros(len(names), dtype=np.int64)
+        self._common = 0
+        self._names = tuple(names)
+        self._plan = Plan(layout, [self._group(name) for name in names])
+        self._layout, self._weights, self._kernels = layout, weights, kernels
+        self._scratch = kernels.update_scratch(dtype)
+
+    def unbind(self) -> None:
+        """Forget weights and state, so that the optimizer can be bound to another layout.
+
+        **Local.** To keep the state across layouts take :meth:`state_arrays` before.
+        """
+        self.state, self.updates, self._common = {}, np.zeros(0, dtype=np.int64), 0
+        self._layout = self._weights = self._kernels = self._scratch = self._plan = None
+
+    def prepare(self, gradient: Any, start: int, stop: int, scale: float) -> Any:
+        """Return partial sums that must be added over all ranges before ``apply``; None for most rules.
+
+        **Local.**
+        """
+        return None
+
+    def apply(
+        self, gradient: Any, start: int, stop: int, *, scale: float, lr: float, used: Any = None
+    ) -> None:
+        """Update the weights of one range.
+
+        **Local.** Within an update the caller covers the trainable zone once, in any cut and order,
+        then calls :meth:`finish_update`; the cut does not change a bit of the result.
+
+        Args:
+            gradient: flat array over the trainable zone: sums over samples.
+            start: first element, a multiple of ``layout.BLOCK``.
+            stop: end, a multiple of ``layout.BLOCK``.
+            scale: factor on the gradient (1 / count, and the clip factor).
+            lr: learning rate of this update, schedule applied; groups multiply it.
+            used: boolean NumPy array over the trainable parameters in layout order, or None for
+                all. An unused parameter keeps weight, state and count.
+        """
+        if self._plan is None:
+            raise ValueError(
+                f"{type(self).__name__}: expected bind() before apply(); hand the optimizer to a Trainer"
+            )
+        block = self._layout.BLOCK
+        assert start % block == 0 and stop % block == 0, "ranges are cut at blocks"
+        scale, lr = float(scale), float(lr)
+        for first, last, group in self._plan.ranges(start, stop, used):
+            if group is None:
+                of_block = self._plan.group_of_block[first // block : last // block]
+                rate = (lr * np.array(self._factors))[of_block]
+                decay = np.array(self._decays)[of_block]
+            else:
+                rate, decay = lr * self._factors[group], self._decays[group]
+            self._update(gradient[first:last], first, last, scale, rate, decay)
+
+    def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
+        """Apply the rule to one piece; ``lr`` and ``decay`` are floats, or float64 arrays a block."""
+        raise NotImplementedError
+
+    def finish_update(self, used: Any = None) -> None:
+        """Count the update for the parameters that were used. **Local.**"""
+        if used is None or used.all():
+            self.updates += 1
+            if self._common is not None:
+                self._common += 1
+        else:
+            self.updates[used] += 1
+            self._common = _shared(self.updates)
+
+    def describe(self) -> dict[str, Any]:
+        """Return class, hyper-parameters and groups in a form that JSON can hold.
+
+        **Local.** Ranks compare it at the start, and the checkpoint stores it.
+        """
+        return {
+            "class": type(self).__name__,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            **self._hyper_parameters(),
+            "groups": [asdict(group) for group in self.groups],
+        }
+
+    def __repr__(self) -> str:
+        arguments = {k: v for k, v in self.describe().items() if k not in ("class", "groups")}
+        text = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        return f"{type(self).__name__}({text}{', groups=...' if self.groups else ''})"
+
+    def state_arrays(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``. **Local.**"""
+        return {**self.state, "updates": self.updates}
+
+    def load_state_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Copy a checkpoint's arrays into the state of a bound optimizer.
+
+        **Local.** Nothing is changed unless everything fits.
+
+        Args:
+            arrays: as :meth:`state_arrays` gives them.
+
+        Raises:
+            CheckpointError: naming every missing, unexpected or mismatched array.
+        """
+        own = self.state_arrays()
+        faults = [f"{name} is missing" for name in own if name not in arrays]
+        faults += [f"{name} is unexpected" for name in arrays if name not in own]
+        for name, array in own.items():
+            got = arrays.get(name)
+            if got is not None and (got.shape != array.shape or got.dtype != array.dtype):
+                faults.append(f"{name} is {got.dtype} {got.shape} in place of {array.dtype} {array.shape}")
+        if faults:
+            raise CheckpointError(
+                f"optimizer state: expected {type(self).__name__}'s arrays {sorted(own)}, got: "
+                f"{'; '.join(faults)}; resume with the optimizer and model that wrote the checkpoint"
+            )
+        for name, array in own.items():
+            array[...] = arrays[name]
+        self._common = _shared(self.updates)
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        return {}
+
+    def _check_dtype(self, dtype: Any) -> None:
+        """Raise ValueError if a hyper-parameter cannot be held by the state's dtype."""
+
+    def _group(self, name: str) -> int:
+        """Return the number of the group a parameter takes: 0 for none."""
+        for number, group in enumerate(self.groups, start=1):
+            if fnmatchcase(name, group.pattern):
+                return number
+        return 0
+
+
+def non_negative(name: str, value: Any) -> float:
+    """Return a hyper-parameter as a float of 0 or more. **Local.**"""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise TypeError(f"{name}: expected a number of 0 or more, got {value!r}")
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}")
+    return float(value)
+
+
+def _shared(updates: np.ndarray) -> int | None:
+    """Return the count that all parameters share, or None."""
+    if len(updates) == 0:
+        return 0
+    first = int(updates[0])
+    return first if (updates == first).all() else None
