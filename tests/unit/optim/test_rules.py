@@ -231,7 +231,25 @@ def test_state_goes_through_a_checkpoint_to_the_bit(rule):
 
 # Eight updates of three weights from p = (1, -2, 0.5) along gradients g_t = (t + 1, 1 / (t + 1), (-1)^t),
 # decay 0.1, from torch 2.13.0 in float64: torch.optim.NAME(**arguments, foreach=False).
-TORCH = {}
+TORCH = {
+    "sgd": ("SGD", {"lr": 0.1}, [-2.5945027892129793, -2.1038683368394464, 0.46525452337336093]),
+    "momentum": (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9},
+        [-9.031033781918262, -2.6022503424326127, 0.12969709955195446],
+    ),
+    "nesterov": (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        [-11.324047156021452, -2.6089632314366837, 0.1554918964364097],
+    ),
+    "adam": ("Adam", {"lr": 0.1}, [0.21595176066359723, -2.468682681175951, 0.32493988305247806]),
+    "adamw": (
+        "AdamW",
+        {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-06},
+        [0.1257631146012814, -2.4267397297570117, 0.34043392175826304],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", TORCH)

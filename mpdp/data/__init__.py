@@ -1,0 +1,24 @@
+"""Data: datasets, the order of samples, shares of ranks, and the loader.
+
+Everything that decides which rank reads which sample is arithmetic on a few numbers (length, seed,
+epoch, rank, size): no message carries data or an order. Read next: ``order``, ``datasets``, ``loader``.
+"""
+
+from .datasets import ArrayDataset, TokenDataset, split_batch, stack, take
+from .loader import Loader, MicroBatch
+from .order import Order, Share, batches, micro_batches, share
+
+__all__ = [
+    "ArrayDataset",
+    "Loader",
+    "MicroBatch",
+    "Order",
+    "Share",
+    "TokenDataset",
+    "batches",
+    "micro_batches",
+    "share",
+    "split_batch",
+    "stack",
+    "take",
+]
