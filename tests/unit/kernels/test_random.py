@@ -1,4 +1,6 @@
-"""Philox4x32-10 against the known answers of Random123, and masks that do not depend on who holds a sample."""
+"""Philox4x32-10 against Random123's known answers, and masks that do not depend on who holds a sample."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_masks_do_not_depend_on_how_samples_are_shared(elements):
     whole = random.dropout_mask(3, "layers.2", 7, 0, (11, elements), 0.3)
     cuts = [0, 4, 4, 5, 11]  # an empty share among them
     parts = [
-        random.dropout_mask(3, "layers.2", 7, a, (b - a, elements), 0.3) for a, b in zip(cuts[:-1], cuts[1:])
+        random.dropout_mask(3, "layers.2", 7, a, (b - a, elements), 0.3) for a, b in itertools.pairwise(cuts)
     ]
     assert np.array_equal(np.concatenate(parts), whole)
 
@@ -75,7 +77,7 @@ def test_a_probability_out_of_range_is_refused(p):
 def test_uniform_and_normal_have_the_moments_they_should():
     u, z = random.uniform((1, 2), 40_001), random.normal((1, 2), 40_001)
     assert u.shape == z.shape == (40_001,)
-    assert 0.0 <= u.min() and u.max() < 1.0
+    assert u.min() >= 0.0 and u.max() < 1.0
     assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.005
     assert abs(z.mean()) < 0.03 and abs(z.var() - 1.0) < 0.05
 
