@@ -1,0 +1,137 @@
+"""Operation: a forward rule beside its backward rule, and what happens when one is called.
+
+Operations know arrays and kernels; the engine (this module and ``tape``) knows tensors and nodes. Neither
+knows more of the other than the signatures below, so a user's own operation is like those of ``ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numpy import generic, ndarray
+
+from .. import kernels
+from ..device import same_device
+from ..kernels.cpu import KERNELS
+from ..kernels.precision import is_floating
+from .recording import Node, recording
+from .tensor import Tensor, make
+
+Forward = Callable[..., tuple[Any, Any]]
+Backward = Callable[..., tuple[Any, ...]]
+
+
+class Operation:
+    """A differentiable function of arrays with one result; :func:`register` makes one. **Local.**
+
+    Calling it takes tensors, arrays, Python or NumPy scalars (weak: they take the dtype of the arrays) and
+    ``None``, passes keyword arguments through to both rules, and returns a :class:`Tensor`.
+
+    Raises:
+        TypeError: floating dtypes that differ, or an argument that is none of the above.
+        DeviceMismatchError: arrays on different devices.
+    """
+
+    __slots__ = ("backward", "forward", "key", "name")
+
+    def __init__(self, name: str, forward: Forward, backward: Backward) -> None:
+        self.name = name
+        self.forward = forward
+        self.backward = backward
+        self.key = int.from_bytes(name.encode(), "little")  # for the tape's signature
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name!r})"
+
+    def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
+        arrays: list[Any] = []
+        sources: list[Any] = []
+        first = floating = None  # the first array; the dtype that all floats share
+        plain = True  # all arrays are NumPy's: nothing to ask of devices
+        needed = False
+        for value in inputs:
+            source = None
+            if isinstance(value, Tensor):
+                if value._requires_grad:
+                    source = value._node or value
+                    needed = True
+                value = value._data
+            sources.append(source)
+            if type(value) is not ndarray:
+                if isinstance(value, generic):
+                    value = value.item()
+                if value is None or isinstance(value, bool | int | float):
+                    arrays.append(value)
+                    continue
+                if not hasattr(value, "dtype"):
+                    raise TypeError(
+                        f"{self.name}: expected tensors, arrays or numbers, got {type(value).__name__}; "
+                        "wrap it with Tensor(...)"
+                    )
+                plain = False
+            arrays.append(value)
+            if first is None:
+                first = value
+            dtype = value.dtype
+            if dtype is not floating and dtype != floating and is_floating(dtype):
+                if floating is not None:
+                    raise self._mixed(inputs)
+                floating = dtype
+        if first is None:
+            raise TypeError(f"{self.name}: expected at least one tensor or array, got none; use Tensor(...)")
+        if plain:
+            k: Any = KERNELS
+        else:
+            same_device(self.name, *[array for array in arrays if hasattr(array, "dtype")])
+            k = kernels.of(first)
+        out, saved = self.forward(k, *arrays, **attrs)
+        if type(out) is not ndarray and not isinstance(out, k.xp.ndarray):
+            out = k.xp.asarray(out)  # NumPy turns 0-d results into scalars
+        if not needed or not recording():
+            return make(out, None)
+        return make(out, Node(self, sources, saved, attrs, k, out.shape, out.dtype))
+
+    def _mixed(self, inputs: tuple[Any, ...]) -> TypeError:
+        names = ", ".join(str(x.dtype) for x in inputs if hasattr(x, "dtype") and not isinstance(x, generic))
+        return TypeError(
+            f"{self.name}: expected floating inputs of one dtype, got {names}; convert one with .astype(...)"
+        )
+
+
+def register(name: str, forward: Forward, backward: Backward) -> Operation:
+    """Make an operation of your own; call the result with tensors. **Local.**
+
+    ``forward(k, *arrays, **attrs) -> (out, saved)`` computes the result from arrays. ``k`` holds the kernels
+    of their device: use ``k.xp`` (NumPy or CuPy) and both work. ``saved`` is anything backward needs.
+
+    ``backward(k, saved, g, wants, **attrs)`` returns one gradient an input, given that of the result. For
+    each input ``wants`` holds ``None`` (return None), ``WANTED`` (return an array of the input's shape and
+    dtype) or a :class:`~mpdp.autodiff.Target`: return an array all the same, or write
+    ``target.array = gradient + target.beta * target.array`` and return the target, which saves a pass.
+    Neither rule may change its input arrays or g. :func:`~mpdp.autodiff.check` tests the pair.
+
+    Args:
+        name: how errors and the tape's signature call it; equal on all ranks.
+        forward: the forward rule.
+        backward: the backward rule.
+
+    Example:
+        >>> import numpy as np
+        >>> from mpdp import autodiff
+        >>> def forward(k, x):
+        ...     return k.xp.square(x), x
+        >>> def backward(k, x, g, wants):
+        ...     return (2 * g * x,)
+        >>> square = autodiff.register("square", forward, backward)
+        >>> autodiff.check(square, np.array([1.0, -2.0, 3.0])) < 1e-6
+        True
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name: expected a string of one character or more, got {name!r}; name the operation")
+    for rule, what in ((forward, "forward"), (backward, "backward")):
+        if not callable(rule):
+            raise TypeError(
+                f"{what}: expected a function, got {type(rule).__name__}; see the docs of register"
+            )
+    return Operation(name, forward, backward)

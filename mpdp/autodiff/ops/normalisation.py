@@ -1,0 +1,97 @@
+"""Normalisation along an axis: softmax, log_softmax, layer_norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..operation import Operation
+from ..tensor import Tensor, unwrap
+from ..wants import deliver
+
+
+def _softmax(k, x, axis):
+    out = k.softmax(x, axis)
+    return out, out
+
+
+def _softmax_backward(k, out, g, wants, axis):
+    return (k.softmax_backward(g, out, axis),)
+
+
+def _log_softmax(k, x, axis):
+    out = k.log_softmax(x, axis)
+    return out, out
+
+
+def _log_softmax_backward(k, out, g, wants, axis):
+    return (k.log_softmax_backward(g, out, axis),)
+
+
+def _layer_norm(k, x, weight, bias, shape, eps):
+    width = math.prod(shape)
+    rows = x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), width)
+    scale, shift = (None if p is None else p.reshape(width) for p in (weight, bias))
+    out, saved = k.layer_norm(rows, scale, shift, eps)
+    return out.reshape(x.shape), (saved, scale)
+
+
+def _layer_norm_backward(k, saved, g, wants, shape, eps):
+    saved, scale = saved
+    rows = g.reshape(math.prod(g.shape[: g.ndim - len(shape)]), math.prod(shape))
+    x = weight = bias = None
+    if len(shape) == 1:  # the parameters' gradients are rows already and go straight into their memory
+        weight = deliver(wants[1], k.layer_norm_weight_gradient, rows, saved)
+        bias = deliver(wants[2], k.sum_to, rows, shape)
+    else:
+        if wants[1] is not None:
+            weight = k.layer_norm_weight_gradient(rows, saved).reshape(shape)
+        if wants[2] is not None:
+            bias = k.sum_to(g, shape)
+    if wants[0] is not None:
+        x = k.layer_norm_backward(rows, saved, scale).reshape(g.shape)
+    return x, weight, bias
+
+
+_apply_softmax = Operation("softmax", _softmax, _softmax_backward)
+_apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward)
+_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward)
+
+
+def softmax(x: Any, axis: int = -1) -> Tensor:
+    """Return exp(x) / sum(exp(x)) along ``axis``, without overflow. **Local.**"""
+    return _apply_softmax(x, axis=axis)
+
+
+def log_softmax(x: Any, axis: int = -1) -> Tensor:
+    """Return the logarithm of :func:`softmax`, without its rounding. **Local.**"""
+    return _apply_log_softmax(x, axis=axis)
+
+
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, *, shape: Any = None, eps: float = 1e-5
+) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last axes. **Local.**
+
+    The variance is the biased one; statistics are taken in float32 or wider.
+
+    Args:
+        x: (..., *shape).
+        weight, bias: arrays of ``shape``, or None.
+        shape: the lengths of the axes to normalise over; left out, those of ``weight``.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: x does not end in ``shape``.
+
+    Source: Ba, Kiros, Hinton, "Layer normalization" (2016), equations 3 and 4.
+    """
+    if shape is None:
+        if weight is None:
+            raise ValueError("layer_norm: expected a weight or a shape, got neither; pass shape=")
+        shape = unwrap(weight).shape
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    whole = unwrap(x).shape
+    if not shape or whole[len(whole) - len(shape) :] != shape or len(whole) < len(shape):
+        raise ValueError(f"layer_norm: expected x to end in axes {shape}, got {whole}; check the width")
+    return _apply_layer_norm(x, weight, bias, shape=shape, eps=eps)

@@ -1,0 +1,110 @@
+"""Products of matrices: ``matmul`` and ``linear``.
+
+Gradients of leaves are written straight into their memory. Shapes: N rows, i and o features in and out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..operation import Operation
+from ..tensor import Tensor, unwrap
+from ..wants import deliver
+from .shapes import reshape
+
+
+def _flat(x):
+    """Return (..., i) as (N, i); N is counted, not inferred, so that empty arrays work."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _linear(k, x, weight, bias=None):
+    shape = x.shape
+    if weight.ndim != 2 or shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"linear: expected x of shape (..., i) and a weight of shape (o, i), got {shape} and "
+            f"{weight.shape}; the weight's shape is (outputs, inputs)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear: expected a bias of shape {weight.shape[:1]}, got {bias.shape}; one number an output"
+        )
+    if len(shape) == 2:
+        return k.linear(x, weight, bias), (x, weight, shape)
+    rows = _flat(x)
+    return k.linear(rows, weight, bias).reshape(shape[:-1] + weight.shape[:1]), (rows, weight, shape)
+
+
+def _linear_backward(k, saved, g, wants):
+    rows, weight, shape = saved
+    left = None
+    if len(shape) == 2:
+        left = deliver(wants[0], k.gemm, g, weight)
+    else:
+        g = _flat(g)
+        if wants[0] is not None:
+            left = k.gemm(g, weight).reshape(shape)
+    right = deliver(wants[1], k.gemm, g.T, rows)
+    if len(wants) == 2:
+        return left, right
+    return left, right, deliver(wants[2], k.sum_to, g, g.shape[1:])
+
+
+linear = Operation("linear", _linear, _linear_backward)
+"""``linear(x, weight, bias=None)``: ``x @ weight.T + bias`` of x (..., i), weight (o, i), bias (o,)."""
+
+
+def _matmul(k, a, b):
+    if b.ndim == 2 and a.ndim > 2:  # one product of many rows instead of many products
+        return k.gemm(_flat(a), b).reshape(a.shape[:-1] + b.shape[-1:]), (a, b)
+    return k.gemm(a, b), (a, b)
+
+
+def _matmul_backward(k, saved, g, wants):
+    a, b = saved
+    left = right = None
+    if b.ndim == 2:
+        rows = _flat(g)
+        if a.ndim == 2:
+            left = deliver(wants[0], k.gemm, g, b.T)
+        elif wants[0] is not None:
+            left = k.gemm(rows, b.T).reshape(a.shape)
+        return left, deliver(wants[1], k.gemm, _flat(a).T, rows)
+    if wants[0] is not None:
+        left = deliver(wants[0], k.sum_to, k.gemm(g, b.swapaxes(-1, -2)), a.shape)
+    if wants[1] is not None:
+        right = deliver(wants[1], k.sum_to, k.gemm(a.swapaxes(-1, -2), g), b.shape)
+    return left, right
+
+
+_apply_matmul = Operation("matmul", _matmul, _matmul_backward)
+
+
+def matmul(a: Any, b: Any) -> Tensor:
+    """Return the matrix product over the last two axes; other axes broadcast, as in ``numpy.matmul``.
+
+    **Local.** A vector on the left is a row, on the right a column; its axis is gone from the result.
+
+    Args:
+        a: (..., n, i) or (i,).
+        b: (..., i, o) or (i,).
+
+    Raises:
+        ValueError: inner lengths that differ, or a scalar.
+    """
+    left, right = unwrap(a).shape, unwrap(b).shape
+    if not left or not right or left[-1] != right[-2 if len(right) > 1 else 0]:
+        raise ValueError(
+            f"matmul: expected a of shape (..., n, i) and b of shape (..., i, o), got {left} and {right}; "
+            "multiply scalars with *"
+        )
+    if len(left) == 1:
+        a = reshape(a, (1,) + left)
+    if len(right) == 1:
+        b = reshape(b, right + (1,))
+    out = _apply_matmul(a, b)
+    if len(left) > 1 and len(right) > 1:
+        return out
+    shape = out.shape[:-2] + out.shape[-2:-1] * (len(left) > 1) + out.shape[-1:] * (len(right) > 1)
+    return reshape(out, shape)

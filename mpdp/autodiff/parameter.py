@@ -1,0 +1,83 @@
+"""Parameter and Buffer: the tensors that a model owns, and how a parameter is bound to an arena.
+
+Who owns the arena (``parallel``) is not known here; a binding is any object with the two attributes below.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .tensor import Array, Tensor
+
+
+class Binding(Protocol):
+    """What a bound parameter needs of the arena that holds it.
+
+    Attributes:
+        update: number of the update in progress; a gradient contribution is the first of its update, and so
+            assigns, when the parameter's last one was written under another number.
+        dirty: set when ``requires_grad`` of a parameter changes; the owner of the arena looks at it.
+    """
+
+    update: int
+    dirty: bool
+
+
+class Parameter(Tensor):
+    """A leaf that training changes; modules find it among their attributes. **Local.**
+
+    Args:
+        data: as for :class:`Tensor`; a floating array.
+        name: set by ``Module.bind_names``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, data: Any, name: str | None = None) -> None:
+        super().__init__(data, requires_grad=True, name=name)
+
+    def bind(self, data_view: Array, grad_view: Array, binding: Binding) -> None:
+        """Move the parameter onto views of an arena, keeping its values. **Local.**
+
+        From then on ``.data`` and ``.grad`` are these views and never others. The first contribution of
+        each ``binding.update`` to the gradient assigns, later ones add; the gradient view is never zeroed.
+
+        Args:
+            data_view: array of the parameter's shape; the values are copied into it.
+            grad_view: array of the same shape.
+            binding: see :class:`Binding`.
+
+        Raises:
+            ValueError: a view of another shape.
+        """
+        for what, view in (("data_view", data_view), ("grad_view", grad_view)):
+            if view.shape != self.shape:
+                raise ValueError(
+                    f"{what}: expected shape {self.shape} of {self._title()}, got {view.shape}; "
+                    "check the layout"
+                )
+        data_view[...] = self._data
+        self._data = data_view
+        self._grad = grad_view
+        self._key = 0
+        self._binding = binding
+        self._written = -1
+
+
+class Buffer(Tensor):
+    """A tensor that belongs to a model's state but is never differentiated, as a running mean. **Local.**"""
+
+    __slots__ = ()
+
+    def __init__(self, data: Any, name: str | None = None) -> None:
+        super().__init__(data, name=name)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Always False."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            raise ValueError("requires_grad: expected False for a Buffer, got True; use a Parameter")

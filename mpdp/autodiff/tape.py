@@ -1,0 +1,241 @@
+"""Tape: the nodes that one tensor depends on, in backward order, run once.
+
+The tape knows when each leaf's gradient gets its last contribution before backward starts, and calls back
+when it does: that is what lets gradients travel while backward still runs. It writes gradients straight
+into their memory and knows nothing of operations, arenas or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from .. import kernels
+from ..errors import TapeError
+from .recording import Node
+from .wants import WANTED, Target, Want
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+_number = attrgetter("number")
+_CONSUMED = (
+    "tape: expected a graph that no backward has run through yet, got one that is consumed; run the forward "
+    "pass again (saved arrays are freed as backward goes), or add the losses and call backward once"
+)
+
+
+class Tape:
+    """Collect everything that ``tensor`` depends on; :meth:`backward` then runs it, once. **Local.**
+
+    Nodes run in the reverse of the order in which they were made. *Position* means the index of a node in
+    that order. Cost: O(nodes) at construction.
+
+    Args:
+        tensor: any tensor, most often a loss. One that requires no gradient gives an empty tape.
+
+    Attributes:
+        leaves: the distinct leaves that require a gradient, in the order forward first used them.
+        last_write: leaf -> position of the last node that contributes to its gradient.
+
+    Raises:
+        TapeError: an earlier backward consumed part of the graph.
+
+    Example:
+        >>> from mpdp.autodiff import Parameter
+        >>> w = Parameter([1.0, 2.0])
+        >>> tape = Tape((w * w).sum())
+        >>> tape.backward(1.0)
+        >>> w.grad
+        array([2., 4.])
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        root = tensor._node
+        nodes = _reachable(root) if root is not None else []
+        self._nodes: list[Node] | None = nodes
+        self._root = tensor if root is None and tensor.requires_grad else None
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._kernels = root.kernels if root is not None else kernels.of(tensor.data)
+        position = {node: i for i, node in enumerate(nodes)}
+        last_write: dict[Tensor, int] = {}
+        order: dict[Tensor, int] = {}
+        links: list[Any] = [None] * len(nodes)  # for each node and input: a position, a leaf or None
+        words: list[int] = []  # non-negative integers alone: their hash is the same in every process
+        # Forward order: the node that uses a leaf first is the one that writes its gradient last.
+        for i in range(len(nodes) - 1, -1, -1):
+            node = nodes[i]
+            words += (node.operation.key, len(node.shape), ord(node.dtype.char))
+            inward: list[Any] = []
+            for source in node.inputs:
+                if source is None:
+                    words.append(0)
+                elif type(source) is Node:
+                    source = position[source]
+                    words.append(2 * source + 2)
+                else:
+                    if source not in order:
+                        order[source] = len(order)
+                        last_write[source] = i
+                        words.append(source._key or source._describe())
+                    words.append(2 * order[source] + 1)
+                inward.append(source)
+            links[i] = inward
+        if self._root is not None:
+            last_write[self._root] = 0
+            words.append(self._root._key or self._root._describe())
+        self.last_write = last_write
+        self.leaves: tuple[Tensor, ...] = tuple(last_write)
+        self._links = links
+        self._words = words
+
+    @property
+    def signature(self) -> int:
+        """A number in 0..2^63-1 that is equal where the same code ran, and with near certainty nowhere else.
+
+        It covers the sequence of operations, which node feeds which, the number of axes and dtypes, and of
+        leaves the name, shape and dtype. Lengths of activations are left out: a share of another size, or
+        padded to another length, is the same computation.
+        """
+        return hash(tuple(self._words)) & 0x7FFFFFFFFFFFFFFF
+
+    def backward(self, seed: Any = 1.0, after: Mapping[int, Callable[[], None]] | None = None) -> None:
+        """Run backward: add the gradient of sum(seed * tensor) to every leaf. **Local.**
+
+        Args:
+            seed: the incoming gradient, a number or an array of the tensor's shape.
+            after: position -> function to call once the node at that position is done.
+
+        Raises:
+            TapeError: this tape ran before, or another one consumed part of its graph.
+            ValueError: a seed of another shape, or a backward rule that returned a wrong gradient.
+        """
+        nodes = self._nodes
+        if nodes is None:
+            raise TapeError(_CONSUMED)
+        self._nodes = None
+        g = self._seed(seed)
+        if self._root is not None:
+            target = _target(self._root, self._kernels)
+            self._kernels.store(g, target.array, target.beta)
+            _written(self._root, target.array)
+            if after and 0 in after:
+                after[0]()
+            return
+        pending: list[Any] = [None] * len(nodes)  # gradients of results, by position
+        owned = bytearray(len(nodes))  # 1 where no operation may hold that array, so it may be added to
+        if nodes:
+            pending[0] = g
+        del g  # each gradient is freed as soon as it is used
+        for i, node in enumerate(nodes):
+            self._run(i, node, pending, owned)
+            if after is not None and i in after:
+                after[i]()
+
+    def _run(self, i: int, node: Node, pending: list[Any], owned: bytearray) -> None:
+        """Run the backward rule of one node, free what it held, and pass its gradients on."""
+        operation, inputs, saved, k = node.operation, node.inputs, node.saved, node.kernels
+        if operation is None:
+            raise TapeError(_CONSUMED)
+        node.operation = node.saved = None
+        node.inputs = []
+        g, pending[i] = pending[i], None
+        if g is None:  # every consumer said "no gradient", which is zero
+            g = k.xp.zeros(node.shape, node.dtype)
+        links = self._links[i]
+        wants: list[Want] = []
+        for source, link in zip(inputs, links):
+            if source is None:
+                wants.append(None)
+            elif type(link) is int or inputs.count(source) > 1:
+                wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
+            else:
+                wants.append(_target(source, k))
+        gradients = operation.backward(k, saved, g, wants, **node.attrs)
+        if len(gradients) != len(inputs):
+            raise ValueError(
+                f"{operation.name}: expected its backward rule to return {len(inputs)} gradients (one an "
+                f"input), got {len(gradients)}; return None where none is wanted"
+            )
+        for j, source in enumerate(inputs):
+            if source is None:
+                continue
+            gradient, link = gradients[j], links[j]
+            if type(link) is not int:
+                target = wants[j]
+                if gradient is not target or target is WANTED:
+                    if target is WANTED:
+                        target = _target(source, k)
+                    if gradient is not None:
+                        k.store(_checked(operation.name, j, source, gradient), target.array, target.beta)
+                    elif target.beta == 0.0:
+                        target.array.fill(0)
+                _written(source, target.array)
+            elif gradient is not None:
+                gradient = _checked(operation.name, j, source, gradient)
+                before = pending[link]
+                if before is None:
+                    pending[link] = gradient
+                elif owned[link]:
+                    k.store(gradient, before, 1.0)
+                else:  # it may be a view, or another input's gradient too: never write into it
+                    pending[link] = k.xp.asarray(before + gradient)
+                    owned[link] = 1
+
+    def _seed(self, seed: Any) -> Any:
+        xp = self._kernels.xp
+        g = xp.array(seed, dtype=self._dtype)
+        if g.shape != self._shape:
+            if g.shape != ():
+                raise ValueError(
+                    f"seed: expected a number or an array of the tensor's shape {self._shape}, got shape "
+                    f"{g.shape}; reshape it"
+                )
+            g = xp.full(self._shape, g, dtype=self._dtype)
+        return g
+
+
+def _reachable(root: Node) -> list[Node]:
+    """Return the nodes that ``root`` depends on, itself first, newest first."""
+    seen = {root}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node.operation is None:
+            raise TapeError(_CONSUMED)
+        for source in node.inputs:
+            if type(source) is Node and source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return sorted(seen, key=_number, reverse=True)
+
+
+def _checked(name: str, i: int, source: Any, gradient: Any) -> Any:
+    """Return a gradient after checking its shape and dtype against the input's."""
+    if getattr(gradient, "shape", None) == source.shape and gradient.dtype == source.dtype:
+        return gradient
+    got = f"{gradient.dtype} {gradient.shape}" if hasattr(gradient, "dtype") else type(gradient).__name__
+    raise ValueError(
+        f"{name}: expected its backward rule to return {source.dtype} {source.shape} for input {i}, got "
+        f"{got}; sum over broadcast axes and keep the dtype"
+    )
+
+
+def _target(leaf: Tensor, k: Any) -> Target:
+    """Return where the next contribution to a leaf's gradient goes."""
+    grad = leaf._grad
+    binding = leaf._binding
+    if binding is not None:
+        return Target(grad, 0.0 if leaf._written != binding.update else 1.0)
+    if grad is None:
+        return Target(k.xp.empty(leaf.shape, leaf.dtype), 0.0)
+    return Target(grad, 1.0)
+
+
+def _written(leaf: Tensor, grad: Any) -> None:
+    """Note that a contribution is in place."""
+    if leaf._binding is not None:
+        leaf._written = leaf._binding.update
+    else:
+        leaf._grad = grad

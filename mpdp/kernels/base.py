@@ -1,0 +1,213 @@
+"""Kernels: the interface of the arithmetic that a training step does on arrays.
+
+One subclass a kind of device implements it; operations get an instance ``k`` and use ``k.xp`` for plain
+array calls and these methods for everything that a device does better in one piece. Kernels know arrays
+and nothing of tensors, tapes or ranks.
+
+Three conventions hold throughout:
+
+- A method with ``out`` and ``beta`` writes ``value + beta * out`` into ``out`` (``beta`` is 0 or 1; with 0
+  the old contents are never read) and returns it; without ``out`` it returns a new array.
+- ``saved`` is whatever the matching ``_backward`` needs. It belongs to the caller, is used at most once, and
+  may be overwritten by the backward method.
+- No method reads a device array on the host, except the checks of indices on the CPU.
+
+Shapes: N rows (samples, or samples times positions), C classes, D features.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+Array = Any  # a NumPy or CuPy array
+Shape = tuple[int, ...]
+
+
+class Kernels:
+    """Arithmetic on the arrays of one kind of device. **Local.**
+
+    Attributes:
+        xp: the array module, ``numpy`` or ``cupy``.
+        device_kind: ``"cpu"`` or ``"cuda"``.
+    """
+
+    xp: ModuleType
+    device_kind: str
+
+    # -- storage -------------------------------------------------------------------------------------------
+
+    def to_numpy(self, array: Array) -> Array:
+        """Return the contents as a NumPy array: the same memory on the CPU, a copy from a GPU."""
+        raise NotImplementedError
+
+    def store(self, value: Array, out: Array, beta: float = 0.0) -> Array:
+        """Write ``value + beta * out`` into ``out``; dtypes may differ by a cast between floats."""
+        raise NotImplementedError
+
+    # -- products ------------------------------------------------------------------------------------------
+
+    def gemm(self, a: Array, b: Array, out: Array | None = None, beta: float = 0.0) -> Array:
+        """Multiply matrices over the last two axes; the others broadcast as in ``numpy.matmul``.
+
+        Either operand may be a transposed view. Both have at least two axes.
+        """
+        raise NotImplementedError
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        """Return ``x @ weight.T + bias`` for x of shape (N, i) and weight of shape (o, i)."""
+        raise NotImplementedError
+
+    # -- reductions ----------------------------------------------------------------------------------------
+
+    def sum(self, x: Array, axis: int | Shape | None = None, keepdims: bool = False) -> Array:
+        """Sum over axes, 16-bit floats in float32; the result has the dtype of x."""
+        raise NotImplementedError
+
+    def mean(self, x: Array, axis: int | Shape | None = None, keepdims: bool = False) -> Array:
+        """Average over axes, 16-bit floats in float32; 0 where there is nothing to average."""
+        raise NotImplementedError
+
+    def sum_to(self, x: Array, shape: Shape, out: Array | None = None, beta: float = 0.0) -> Array:
+        """Sum x over the axes along which ``shape`` was broadcast to x's shape.
+
+        Without ``out`` the result may be x itself, when nothing was broadcast.
+        """
+        raise NotImplementedError
+
+    # -- elementwise ---------------------------------------------------------------------------------------
+
+    def relu(self, x: Array) -> Array:
+        """Return max(x, 0)."""
+        raise NotImplementedError
+
+    def relu_backward(self, g: Array, out: Array) -> Array:
+        """Return g where ``out`` (of :meth:`relu`) is positive, else 0."""
+        raise NotImplementedError
+
+    def sigmoid(self, x: Array) -> Array:
+        """Return 1 / (1 + exp(-x)), without overflow for any x."""
+        raise NotImplementedError
+
+    def sigmoid_backward(self, g: Array, out: Array) -> Array:
+        """Return g * out * (1 - out)."""
+        raise NotImplementedError
+
+    def tanh_backward(self, g: Array, out: Array) -> Array:
+        """Return g * (1 - out^2)."""
+        raise NotImplementedError
+
+    def gelu(self, x: Array) -> tuple[Array, Any]:
+        """Return (out, saved) of the tanh form, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+        raise NotImplementedError
+
+    def gelu_backward(self, g: Array, saved: Any) -> Array:
+        """Return the gradient of :meth:`gelu` with respect to x."""
+        raise NotImplementedError
+
+    def dropout(self, x: Array, mask: Array, scale: float) -> Array:
+        """Return x * scale where the boolean ``mask`` is True, else 0."""
+        raise NotImplementedError
+
+    def keep_mask(
+        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+    ) -> Array:
+        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements)."""
+        raise NotImplementedError
+
+    # -- normalisation -------------------------------------------------------------------------------------
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """Return exp(x - max) / sum(exp(x - max)) along ``axis``."""
+        raise NotImplementedError
+
+    def softmax_backward(self, g: Array, out: Array, axis: int) -> Array:
+        """Return out * (g - sum(g * out))."""
+        raise NotImplementedError
+
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """Return x - max - log(sum(exp(x - max))) along ``axis``."""
+        raise NotImplementedError
+
+    def log_softmax_backward(self, g: Array, out: Array, axis: int) -> Array:
+        """Return g - exp(out) * sum(g)."""
+        raise NotImplementedError
+
+    def layer_norm(self, x: Array, weight: Array | None, bias: Array | None, eps: float) -> tuple[Array, Any]:
+        """Normalise each row of x (N, D) to mean 0 and variance 1, then scale and shift by (D,) arrays.
+
+        Statistics are taken in two passes, in float32 or wider. Returns (out, saved).
+        """
+        raise NotImplementedError
+
+    def layer_norm_backward(self, g: Array, saved: Any, weight: Array | None) -> Array:
+        """Return the gradient of :meth:`layer_norm` with respect to x; leaves ``saved`` intact."""
+        raise NotImplementedError
+
+    def layer_norm_weight_gradient(
+        self, g: Array, saved: Any, out: Array | None = None, beta: float = 0.0
+    ) -> Array:
+        """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
+        raise NotImplementedError
+
+    # -- losses --------------------------------------------------------------------------------------------
+
+    def cross_entropy(
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+    ) -> tuple[Array, Any]:
+        """Return the sum over rows of -log softmax(logits)[target], and what its backward needs.
+
+        Args:
+            logits: (N, C).
+            target: integers (N,), each in 0..C-1 or ``ignore_index`` (checked by the caller).
+            count: what :meth:`check_class_indices` returned, where it is known: a hint that may save work.
+
+        Returns:
+            (sum, saved): the sum is 0-d, of the dtype of logits, but float32 for 16-bit logits.
+        """
+        raise NotImplementedError
+
+    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
+        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g."""
+        raise NotImplementedError
+
+    def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
+        """Return the sum of (output - target)^2 (0-d, dtype as in :meth:`cross_entropy`) and saved."""
+        raise NotImplementedError
+
+    def squared_error_backward(self, g: Array, saved: Any) -> Array:
+        """Return 2 * g * (output - target), the gradient with respect to the output, for 0-d g."""
+        raise NotImplementedError
+
+    def check_class_indices(self, target: Array, classes: int, ignore_index: int | None) -> Array:
+        """Check integer class indices and return how many are not ``ignore_index``.
+
+        On the CPU this reads the array and raises at once; a GPU may raise later.
+
+        Returns:
+            a 0-d float64 array.
+
+        Raises:
+            ValueError: a class outside 0..classes-1 that is not ``ignore_index``.
+        """
+        raise NotImplementedError
+
+    # -- indices -------------------------------------------------------------------------------------------
+
+    def embedding(self, weight: Array, index: Array) -> Array:
+        """Return the rows ``weight[index]``.
+
+        Raises:
+            ValueError: an index outside 0..len(weight)-1 (negative ones do not wrap round).
+        """
+        raise NotImplementedError
+
+    def embedding_backward(
+        self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
+    ) -> Array:
+        """Return the (rows, D) array of the sums of g over equal indices, in a fixed order."""
+        raise NotImplementedError
+
+    def scatter(self, g: Array, index: Any, shape: Shape) -> Array:
+        """Return zeros of ``shape`` with g added at ``index`` (anything that indexes an array)."""
+        raise NotImplementedError

@@ -1,0 +1,264 @@
+"""The layers: small modules around operations, with PyTorch's default initial values.
+
+Shapes: N samples, i and o features in and out, D features; ``...`` is any number of axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..autodiff import Tensor, current_samples, ops
+from ..autodiff.tensor import unwrap
+from ..kernels.random import dropout_key, keep_threshold
+from . import init
+from .init import Initialiser
+from .module import Module
+from .seeding import current_seed, next_dropout_index
+
+
+class Linear(Module):
+    """Compute ``x @ weight.T + bias``. **Local.**
+
+    Args:
+        inputs, outputs: i and o, 0 or more.
+        bias: whether there is one.
+        dtype: of the parameters.
+        weight_init, bias_init: initialisers; left out, both are uniform on +-1 / sqrt(i), as in PyTorch.
+
+    Attributes:
+        weight: (o, i).
+        bias: (o,) or None.
+
+    Example:
+        >>> Linear(3, 2)(np.zeros((5, 3), "float32")).shape
+        (5, 2)
+    """
+
+    static = True
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        dtype: Any = "float32",
+        *,
+        weight_init: Initialiser | None = None,
+        bias_init: Initialiser | None = None,
+    ) -> None:
+        inputs, outputs = _length("inputs", inputs), _length("outputs", outputs)
+        bound = 1.0 / math.sqrt(max(inputs, 1))
+        default = init.uniform(-bound, bound)
+        self.weight = init.parameter(weight_init or default, (outputs, inputs), dtype, "weight_init")
+        self.bias = init.parameter(bias_init or default, (outputs,), dtype, "bias_init") if bias else None
+
+    def forward(self, x: Any) -> Tensor:
+        """Apply the layer to x of shape (..., i)."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Embedding(Module):
+    """Look rows of a table up. **Local.**
+
+    Args:
+        count: rows of the table.
+        width: D.
+        dtype: of the table.
+        weight_init: an initialiser; left out, the standard normal, as in PyTorch.
+
+    Attributes:
+        weight: (count, D).
+    """
+
+    static = True
+
+    def __init__(
+        self, count: int, width: int, dtype: Any = "float32", *, weight_init: Initialiser | None = None
+    ) -> None:
+        shape = _length("count", count), _length("width", width)
+        self.weight = init.parameter(weight_init or init.normal(), shape, dtype, "weight_init")
+
+    def forward(self, index: Any) -> Tensor:
+        """Return the rows that the integers ``index`` (...) name: (..., D)."""
+        return ops.embedding(self.weight, index)
+
+
+class LayerNorm(Module):
+    """Normalise over the last axes, then scale and shift. **Local.**
+
+    Args:
+        shape: the lengths of these axes, an integer for one.
+        eps: added to the variance.
+        dtype: of the parameters.
+        weight_init, bias_init: initialisers; left out, ones and zeros.
+
+    Attributes:
+        weight, bias: arrays of ``shape``.
+    """
+
+    static = True
+
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        eps: float = 1e-5,
+        dtype: Any = "float32",
+        *,
+        weight_init: Initialiser | None = None,
+        bias_init: Initialiser | None = None,
+    ) -> None:
+        lengths = shape if isinstance(shape, tuple | list) else (shape,)
+        lengths = tuple(_length("shape", n) for n in lengths)
+        self.eps = float(eps)
+        self.weight = init.parameter(weight_init or init.ones, lengths, dtype, "weight_init")
+        self.bias = init.parameter(bias_init or init.zeros, lengths, dtype, "bias_init")
+
+    def forward(self, x: Any) -> Tensor:
+        """Apply the layer to x of shape (..., *shape)."""
+        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+
+class Dropout(Module):
+    """Set elements to 0 with probability p while training, and divide the others by 1 - p. **Local.**
+
+    The mask is ``kernels.random.dropout_mask`` of the run's seed, the step, this module's path, and the
+    position of each sample in the global batch, all from the sample context that the trainer opens; so it
+    does not depend on the number of ranks. Outside of a context the seed is that of ``mpdp.seed``, the step
+    counts the calls of this module, and x holds samples 0, 1, ...
+
+    Args:
+        p: probability, in [0, 1).
+
+    Example:
+        >>> x = np.ones((2, 3), "float32")
+        >>> bool((Dropout(0.5).eval()(x) == x).all())
+        True
+    """
+
+    static = True
+
+    def __init__(self, p: float = 0.5) -> None:
+        keep_threshold(p)  # checks it
+        self.p = float(p)
+        self._index = next_dropout_index()
+        self._calls = 0
+
+    def forward(self, x: Any) -> Any:
+        """Apply the layer to x of shape (N, ...), or of m rows a sample (m * N, ...)."""
+        if not self.training or self.p == 0.0:
+            return x
+        shape = unwrap(x).shape
+        context = current_samples()
+        if context is None:
+            # A module that no model was named for has no path: its creation index keeps masks apart.
+            key = dropout_key(current_seed(), self.path or f"#{self._index}")
+            step, start, count = self._calls, 0, shape[0] if shape else 1
+            self._calls += 1
+            elements = math.prod(shape[1:])
+        else:
+            path = self.path or ""
+            elements = context.elements(shape)
+            key = dropout_key(context.seed, path, context.call(path))
+            step, start, count = context.step, context.start, context.count
+        k = kernels.of(unwrap(x))
+        mask = k.keep_mask(key, step, start, count, elements, keep_threshold(self.p))
+        return ops.dropout(x, mask.reshape(shape), self.p)
+
+
+class ReLU(Module):
+    """Apply max(x, 0). **Local.**"""
+
+    static = True
+
+    def forward(self, x: Any) -> Tensor:
+        """Apply it to x of any shape."""
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """Apply GELU in its tanh form (PyTorch's ``approximate="tanh"``). **Local.**
+
+    Source: Hendrycks, Gimpel, "Gaussian error linear units" (2016), section 2.
+    """
+
+    static = True
+
+    def forward(self, x: Any) -> Tensor:
+        """Apply it to x of any shape."""
+        return ops.gelu(x)
+
+
+class Tanh(Module):
+    """Apply the hyperbolic tangent. **Local.**"""
+
+    static = True
+
+    def forward(self, x: Any) -> Tensor:
+        """Apply it to x of any shape."""
+        return ops.tanh(x)
+
+
+class Flatten(Module):
+    """Make one axis of all but the first. **Local.**"""
+
+    static = True
+
+    def forward(self, x: Any) -> Tensor:
+        """Return x of shape (N, ...) as (N, D)."""
+        shape = unwrap(x).shape
+        return ops.reshape(x, (shape[0], math.prod(shape[1:])))
+
+
+class Sequential(Module):
+    """Apply layers in order; any function of one argument will do. **Local.**
+
+    Parameters are named ``layers.<index>.<name>``. It indexes, iterates and counts like its list of layers.
+
+    Args:
+        layers: modules or functions.
+
+    Example:
+        >>> model = Sequential(Linear(4, 8), ReLU(), Linear(8, 2))
+        >>> [name for name, _ in model.named_parameters()]
+        ['layers.0.weight', 'layers.0.bias', 'layers.2.weight', 'layers.2.bias']
+    """
+
+    static = True
+
+    def __init__(self, *layers: Callable[..., Any]) -> None:
+        for i, layer in enumerate(layers):
+            if not callable(layer):
+                raise TypeError(
+                    f"layers: expected modules or functions, got {type(layer).__name__} at {i}; "
+                    "pass them as separate arguments"
+                )
+        self.layers = list(layers)
+
+    def forward(self, x: Any) -> Any:
+        """Apply all layers to x."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def __getitem__(self, index: int) -> Callable[..., Any]:
+        return self.layers[index]
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def _length(what: str, value: Any) -> int:
+    """Return a length after checking it."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ValueError(
+            f"{what}: expected an integer of 0 or more, got {value!r}; pass the length of an axis"
+        )
+    return int(value)

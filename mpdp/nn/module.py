@@ -1,0 +1,213 @@
+"""Module: parameters, buffers and modules found by name among an object's attributes.
+
+Names and their order are what ranks, optimizers and checkpoints agree on, so both come from one rule:
+attributes in the order in which they were first assigned, lists and tuples by position, dicts by key.
+This module knows nothing of layouts, arenas or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .. import kernels
+from ..autodiff import Buffer, Parameter, Tensor
+
+_M = TypeVar("_M", bound="Module")
+
+
+class Module:
+    """Base of every model: assign parameters, buffers and modules to attributes, and define ``forward``.
+
+    **Local.** Found are ``Parameter``, ``Buffer`` and ``Module``, and lists, tuples and dicts of them, nested
+    or not. A tensor or module reached twice (tied) keeps its first name and is listed once. There is no need
+    to call ``super().__init__()``.
+
+    Attributes:
+        training: what ``train()`` and ``eval()`` set.
+        path: the module's name in the model, as in ``"layers.2"``; set by :meth:`bind_names`.
+        static: whether ``forward`` does the same operations at each call with inputs of one shape.
+
+    Example:
+        >>> from mpdp import nn
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         self.hidden = nn.Linear(4, 8)
+        ...         self.heads = {"a": nn.Linear(8, 2, bias=False)}
+        ...     def forward(self, x):
+        ...         return self.heads["a"](self.hidden(x).relu())
+        >>> [name for name, _ in Net().named_parameters()]
+        ['hidden.weight', 'hidden.bias', 'heads.a.weight']
+    """
+
+    training: bool = True
+    path: str | None = None
+    static: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output; a subclass defines it."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: expected a method forward, found none; define forward(self, x)"
+        )
+
+    # -- names ---------------------------------------------------------------------------------------------
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """Yield (name, module), this one first under the name ``""``."""
+        for name, member in _members(self):
+            if isinstance(member, Module):
+                yield name, member
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield (name, parameter) in registration order, frozen ones included."""
+        for name, member in _members(self):
+            if isinstance(member, Parameter):
+                yield name, member
+
+    def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """Yield (name, buffer) in registration order."""
+        for name, member in _members(self):
+            if isinstance(member, Buffer):
+                yield name, member
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the parameters in registration order."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def bind_names(self: _M) -> _M:
+        """Give every module its ``path`` and every parameter and buffer its ``name`` in this model."""
+        for name, member in _members(self):
+            if isinstance(member, Module):
+                member.path = name
+            else:
+                member.name = name
+        return self
+
+    # -- modes ---------------------------------------------------------------------------------------------
+
+    def train(self: _M, mode: bool = True) -> _M:
+        """Set ``training`` here and in all modules below."""
+        for _, module in self.named_modules():
+            module.training = bool(mode)
+        return self
+
+    def eval(self: _M) -> _M:
+        """Set ``training`` to False here and in all modules below."""
+        return self.train(False)
+
+    def freeze(self: _M) -> _M:
+        """Stop gradients of all parameters here and below.
+
+        On a model that an arena holds this only marks the arena: its owner decides what follows.
+        """
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        return self
+
+    def thaw(self: _M) -> _M:
+        """Undo :meth:`freeze`."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        return self
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Return name -> NumPy copy of every parameter and buffer, tied ones once."""
+        return {name: np.array(tensor.numpy()) for name, tensor in self._tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy values by name into the parameters and buffers, in place; all of them or none.
+
+        Args:
+            state: name -> array or tensor, exactly the names of :meth:`state_dict`, each of the same shape
+                and dtype.
+
+        Raises:
+            ValueError: lists every missing, unexpected and mismatched name; nothing was loaded.
+        """
+        own = dict(self._tensors())
+        values = {name: value.data if isinstance(value, Tensor) else value for name, value in state.items()}
+        missing = [name for name in own if name not in values]
+        unexpected = [name for name in values if name not in own]
+        mismatched = [
+            f"{name} (expected {tensor.dtype} {tensor.shape}, got {_kind(values[name])})"
+            for name, tensor in own.items()
+            if name in values and _kind(values[name]) != f"{tensor.dtype} {tensor.shape}"
+        ]
+        problems = [
+            f"{len(names)} {what}: {', '.join(names)}"
+            for what, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
+            if names
+        ]
+        if problems:
+            raise ValueError(
+                f"state: expected the {len(own)} names of {type(self).__name__}, got {'; '.join(problems)}; "
+                "nothing was loaded, check that the state is of this model"
+            )
+        for name, tensor in own.items():
+            tensor.data[...] = kernels.of(tensor.data).xp.asarray(values[name])
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
+
+def _kind(value: Any) -> str:
+    """Describe an array's dtype and shape, as in ``float32 (3, 4)``."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _members(root: Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, member) of all modules, parameters and buffers, each once, depth first.
+
+    Raises:
+        TypeError: a set holds some of them, whose order would differ between ranks.
+        ValueError: two members with one name.
+    """
+    seen: set[int] = set()
+    names: set[str] = set()
+    # A stack of iterators in place of recursion: a deep model must not meet the recursion limit.
+    stack: list[Iterator[tuple[str, Any]]] = [iter([("", root)])]
+    while stack:
+        item = next(stack[-1], None)
+        if item is None:
+            stack.pop()
+            continue
+        name, value = item
+        if isinstance(value, Parameter | Buffer | Module):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if name in names:
+                raise ValueError(
+                    f"module: expected one member a name, got two named {name!r}; rename one of them"
+                )
+            names.add(name)
+            yield name, value
+            if isinstance(value, Module):
+                stack.append(_children(name, list(vars(value).items())))
+        elif isinstance(value, list | tuple):
+            stack.append(_children(name, list(enumerate(value))))
+        elif isinstance(value, dict):
+            stack.append(_children(name, list(value.items())))
+        elif isinstance(value, set | frozenset) and any(
+            isinstance(member, Parameter | Buffer | Module) for member in value
+        ):
+            raise TypeError(
+                f"{name}: expected modules or parameters in a list, tuple or dict, got a "
+                f"{type(value).__name__}; the order of a set differs between ranks"
+            )
+
+
+def _children(name: str, items: list[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+    prefix = f"{name}." if name else ""
+    return ((f"{prefix}{key}", value) for key, value in items)

@@ -1,0 +1,322 @@
+"""Every operation in float64 against central differences, with broadcast, empty and size-1 shapes."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from mpdp import autodiff
+from mpdp.autodiff import Operation, Tensor, check, ops
+
+random = np.random.default_rng(7)
+
+
+def array(*shape):
+    """Return numbers away from 0 and from each other's ties, of both signs."""
+    values = random.permutation(np.linspace(0.3, 2.0, int(np.prod(shape)))).reshape(shape)
+    return values * random.choice([-1.0, 1.0], shape)
+
+
+def positive(*shape):
+    return np.abs(array(*shape)) + 0.1
+
+
+SHAPES = [(3, 4), (1, 4), (3, 1), (1, 1), (4,), (1,), (), (0, 4), (2, 0), (2, 3, 4)]
+PAIRS = [
+    ((3, 4), (3, 4)),
+    ((3, 4), (4,)),
+    ((4,), (3, 4)),
+    ((3, 4), (3, 1)),
+    ((3, 1), (1, 4)),
+    ((3, 4), ()),
+    ((), (3, 4)),
+    ((), ()),
+    ((1,), (1,)),
+    ((1, 1), (4,)),
+    ((0, 4), (4,)),
+    ((0, 4), (1, 4)),
+    ((2, 3, 4), (3, 1)),
+    ((2, 1, 4), (5, 1, 3, 1)),
+]
+
+BINARY = {
+    "add": ops.add,
+    "subtract": ops.subtract,
+    "multiply": ops.multiply,
+    "divide": ops.divide,
+    "maximum": ops.maximum,
+    "minimum": ops.minimum,
+}
+UNARY = {
+    "negative": ops.negative,
+    "absolute": ops.absolute,
+    "exp": ops.exp,
+    "tanh": ops.tanh,
+    "sigmoid": ops.sigmoid,
+    "relu": ops.relu,
+    "gelu": ops.gelu,
+    "square": lambda x: x**2,
+    "cube": lambda x: x**3,
+    "reciprocal": lambda x: x**-1,
+    "to the 0": lambda x: x**0,
+    "to the 1": lambda x: x**1,
+    "scalar left": lambda x: 2.5 - 3 * x + 1 / x,
+    "scalar right": lambda x: (x + 1.5) * 2 - x / 4,
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "astype": lambda x: x.astype("float64"),
+    "reversed": lambda x: x.T,
+    "flat": lambda x: x.reshape(-1),
+    "leading axis": lambda x: x[None],
+    "self product": lambda x: x * x,
+    "self sum": lambda x: x + x,
+    "diamond": lambda x: (x * 2).tanh() * (x * 2) + x,
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_binary(name, left, right):
+    check(BINARY[name], array(*left), array(*right))
+
+
+@pytest.mark.parametrize(("left", "right"), PAIRS)
+def test_power_and_where(left, right):
+    check(ops.power, positive(*left), array(*right))
+    condition = random.random(np.broadcast_shapes(left, right)) < 0.5
+    check(lambda a, b: ops.where(condition, a, b), array(*left), array(*right))
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unary(name, shape):
+    check(UNARY[name], array(*shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_sqrt_and_a_number_to_a_power(shape):
+    check(ops.log, positive(*shape))
+    check(ops.sqrt, positive(*shape))
+    check(lambda x: 2.0**x, array(*shape))
+    check(lambda x: x**0.5, positive(*shape))
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 3, 1), (0, 3, 4)])
+def test_reductions(shape, axis, keepdims):
+    check(lambda x: ops.sum(x, axis, keepdims), array(*shape))
+    check(lambda x: ops.mean(x, axis, keepdims), array(*shape))
+    if 0 not in shape:
+        check(lambda x: ops.max(x, axis, keepdims), array(*shape))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((3, 4), (4, 5)),
+        ((1, 1), (1, 1)),
+        ((0, 4), (4, 5)),
+        ((3, 0), (0, 5)),
+        ((3, 4), (4, 0)),
+        ((4,), (4, 5)),
+        ((3, 4), (4,)),
+        ((4,), (4,)),
+        ((2, 3, 4), (4,)),
+        ((4,), (2, 4, 5)),
+        ((2, 3, 4), (2, 4, 5)),
+        ((2, 3, 4), (4, 5)),
+        ((3, 4), (2, 4, 5)),
+        ((2, 1, 3, 4), (5, 4, 6)),
+        ((1, 3, 4), (2, 4, 5)),
+        ((0, 3, 4), (4, 5)),
+    ],
+)
+def test_matmul(left, right):
+    check(ops.matmul, array(*left), array(*right))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (0, 4), (4,), (2, 3, 4), (2, 0, 4)])
+def test_linear(shape):
+    check(ops.linear, array(*shape), array(5, 4), array(5))
+    check(ops.linear, array(*shape), array(5, 4))
+    check(lambda x, w: ops.linear(x, w, None), array(*shape), array(1, 4))
+
+
+def test_linear_without_inputs_or_outputs():
+    check(ops.linear, array(3, 0), array(5, 0), array(5))
+    check(ops.linear, array(3, 4), array(0, 4), array(0))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (3, 1), (2, 3, 4)])
+def test_softmax(shape, axis):
+    check(lambda x: ops.softmax(x, axis), 5 * array(*shape))
+    check(lambda x: ops.log_softmax(x, axis), 5 * array(*shape))
+
+
+def test_softmax_of_no_rows():
+    check(ops.softmax, array(0, 4))
+    check(ops.log_softmax, array(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "normal"),
+    [((3, 4), (4,)), ((2, 3, 4), (4,)), ((2, 3, 4), (3, 4)), ((0, 4), (4,)), ((4,), (4,))],
+)
+def test_layer_norm(shape, normal):
+    check(ops.layer_norm, array(*shape), array(*normal), array(*normal))
+    check(lambda x, w: ops.layer_norm(x, w), array(*shape), array(*normal))
+    check(lambda x: ops.layer_norm(x, shape=normal), array(*shape))
+    check(lambda x, b: ops.layer_norm(x, None, b, shape=normal), array(*shape), array(*normal))
+
+
+def test_layer_norm_of_width_one_and_none():
+    check(ops.layer_norm, array(3, 1), array(1), array(1))
+    check(ops.layer_norm, array(3, 0), array(0), array(0))
+
+
+@pytest.mark.parametrize("index", [[0, 2, 2, 1], [[1], [1]], [3], [], 2])
+def test_embedding(index):
+    check(ops.embedding, array(4, 3), np.array(index, np.int64))
+
+
+def test_embedding_without_width():
+    check(ops.embedding, array(4, 0), np.array([1, 1]))
+
+
+INDEX = {
+    "integer": 1,
+    "negative": -1,
+    "slice": slice(1, 3),
+    "step": slice(None, None, -2),
+    "empty slice": slice(2, 2),
+    "pair": (1, 2),
+    "ellipsis": (..., 0),
+    "new axis": (slice(None), None, 1),
+    "list": [0, 2, 0],
+    "array": np.array([2, 2, 1]),
+    "two arrays": (np.array([0, 1, 0]), np.array([3, 3, 3])),
+    "array and slice": (slice(0, 2), np.array([0, 0])),
+    "boolean": np.array([True, False, True]),
+    "no index": np.zeros(0, np.int64),
+}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_getitem(name):
+    check(lambda x: x[INDEX[name]], array(3, 4))
+
+
+def test_shapes():
+    check(lambda x: x.reshape(4, 3), array(3, 4))
+    check(lambda x: x.reshape((2, -1)), array(3, 4))
+    check(lambda x: x.transpose(2, 0, 1), array(2, 3, 4))
+    check(lambda x: x.transpose((0, -1, 1)), array(2, 3, 4))
+    check(lambda x: x.T @ x, array(3, 4))
+    check(lambda a, b: ops.concatenate([a, b, a], axis=-1), array(3, 4), array(3, 1))
+    check(lambda a, b: ops.concatenate([a, b]), array(0, 4), array(2, 4))
+    check(lambda a, b: ops.stack([a, b], axis=1), array(3, 4), array(3, 4))
+    check(lambda a, b: ops.stack([a, b], axis=-1), array(), array())
+
+
+def test_dropout():
+    mask = random.random((3, 4)) < 0.5
+    check(lambda x: ops.dropout(x, mask, 0.25), array(3, 4))
+    check(lambda x: ops.dropout(x, mask[:0], 0.25), array(0, 4))
+
+
+@pytest.mark.parametrize("target", [[1, 0, 4], [1, -100, 2], [-100, -100, -100]])
+def test_cross_entropy(target):
+    check(lambda x: ops.cross_entropy(x, np.array(target)), 5 * array(3, 5))
+
+
+def test_cross_entropy_of_other_shapes():
+    check(lambda x: ops.cross_entropy(x, np.array([[1, 0], [4, -100]])), array(2, 2, 5))
+    check(lambda x: ops.cross_entropy(x, np.array(3)), array(5))
+    check(lambda x: ops.cross_entropy(x, np.zeros(0, np.int64)), array(0, 5))
+    check(lambda x: ops.cross_entropy(x, np.array([0, 0])), array(2, 1))
+    check(lambda x: ops.cross_entropy(x.T, np.array([1, 0, 2])), array(5, 3))
+    check(lambda x: ops.cross_entropy(x, np.array([1, 0, 4]), ignore_index=0), array(3, 5))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1,), (), (0, 4)])
+def test_squared_error_and_mean_of_sum(shape):
+    check(ops.squared_error, array(*shape), array(*shape))
+    check(lambda x: ops.mean_of_sum(x.sum(), np.array(float(x.size))), array(*shape))
+
+
+def test_every_operation_of_the_package_is_checked_here():
+    here = inspect.getsource(inspect.getmodule(array))
+    missing = [name for name in ops.__all__ if f"ops.{name}" not in here and f".{name}(" not in here]
+    assert set(missing) <= {"getitem"}, missing  # written as x[index]
+
+
+DTYPED = {
+    "add": (lambda x: x + 1.5, (3, 4)),
+    "numpy scalar": (lambda x: x * np.float64(1.5), (3, 4)),
+    "divide": (lambda x: 1 / x, (3, 4)),
+    "power": (lambda x: x**2 + x**3, (3, 4)),
+    "integers": (lambda x: x * np.arange(4), (3, 4)),
+    "booleans": (lambda x: (x.data > 0) * x, (3, 4)),
+    "bias": (lambda x: x + x[0], (3, 4)),
+    "column": (lambda x: x * x[:, :1], (3, 4)),
+    "maximum": (lambda x: ops.maximum(x, 0.5), (3, 4)),
+    "where": (lambda x: ops.where(x.data > 0, x, 0.0), (3, 4)),
+    "matmul": (lambda x: x @ x.T, (3, 4)),
+    "linear": (lambda x: ops.linear(x, x, x[:, 0]), (3, 4)),
+    "sum": (lambda x: x.sum(0), (3, 4)),
+    "mean": (lambda x: x.mean(), (3, 4)),
+    "max": (lambda x: x.max(1), (3, 4)),
+    "exp": (lambda x: x.exp(), (3, 4)),
+    "log": (lambda x: x.exp().log().sqrt(), (3, 4)),
+    "sigmoid": (lambda x: x.sigmoid() + x.tanh() + x.relu() + x.gelu(), (3, 4)),
+    "softmax": (lambda x: ops.softmax(x) + ops.log_softmax(x), (3, 4)),
+    "layer_norm": (lambda x: ops.layer_norm(x, x[0], x[1]), (3, 4)),
+    "embedding": (lambda x: ops.embedding(x, np.array([0, 0, 2])), (3, 4)),
+    "getitem": (lambda x: x[[0, 0, 1]], (3, 4)),
+    "concatenate": (lambda x: ops.concatenate([x, x]), (3, 4)),
+    "dropout": (lambda x: ops.dropout(x, np.ones((3, 4), bool), 0.3), (3, 4)),
+    "0-d": (lambda x: x * x + x, ()),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", DTYPED)
+def test_dtypes_are_kept(name, dtype):
+    function, shape = DTYPED[name]
+    values = positive(*shape)
+    x = Tensor(values.astype(dtype), requires_grad=True)
+    out = function(x)
+    assert out.dtype == dtype
+    out.backward(np.ones(out.shape))
+    assert x.grad.dtype == dtype and isinstance(x.grad, np.ndarray)
+    exact = Tensor(values, requires_grad=True)
+    function(exact).backward(np.ones(out.shape))
+    tolerance = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-14}[dtype]
+    assert np.allclose(x.grad, exact.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss"), [("float16", "float32"), ("float32", "float32"), ("float64", "float64")]
+)
+def test_losses_of_16_bits_are_summed_in_32(dtype, loss):
+    logits = Tensor(np.full((70_000, 3), 8, dtype), requires_grad=True)
+    total = ops.cross_entropy(logits, np.zeros(70_000, np.int64))
+    assert total.dtype == loss and abs(float(total) / (70_000 * np.log(3)) - 1) < 1e-4
+    total.backward()
+    assert logits.grad.dtype == dtype
+    error = ops.squared_error(logits, np.zeros_like(logits.data))
+    assert error.dtype == loss and float(error) == 70_000 * 3 * 64
+
+
+def test_sums_of_float16_do_not_saturate():
+    ones = Tensor(np.ones((5000, 2), "float16"), requires_grad=True)
+    assert np.array_equal(ones.sum(0).data, [5000, 5000])
+    bias = Tensor(np.zeros(2, "float16"), requires_grad=True)
+    (ones.detach() + bias).backward(np.ones((5000, 2)))
+    assert np.array_equal(bias.grad, [5000, 5000])
+
+
+def test_what_is_checked_is_an_operation():
+    assert isinstance(ops.add, Operation) and autodiff.ops is ops
