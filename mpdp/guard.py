@@ -88,7 +88,7 @@ class Guard:
         self._pid = os.getpid()
         self.announcement = announcement
         os.environ[RANK_PROCESS] = str(self._pid)
-        self._mark("started", str(self._pid))
+        self._mark("started", _this_process())
         atexit.register(self._on_exit)
         if announcement.size == 1:
             return False
@@ -325,6 +325,11 @@ class Guard:
 def _summary(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _this_process() -> str:
+    process = processes.look(os.getpid())
+    return f"{processes.node_name()} {os.getpid()} {0 if process is None else process.start}"
 
 
 def _belongs_to_a_rank(environ: Mapping[str, str]) -> bool:

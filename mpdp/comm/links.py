@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from ..errors import CommunicationError
+from ..processes import node_name
 
 ADDRESS_BYTES = 1024
 HOST_LOST_MS = 30_000  # a host that acknowledges nothing for so long is lost: it closes no connection
@@ -127,7 +128,7 @@ class Listener:
     def __init__(self, across_nodes: bool) -> None:
         self._key = secrets.token_hex(16)
         self._sockets: list[socket.socket] = []
-        self._address: dict[str, Any] = {"key": self._key, "node": _node()}
+        self._address: dict[str, Any] = {"key": self._key, "node": node_name()}
         if sys.platform == "linux":
             name = f"mpdp-{os.getuid()}-{secrets.token_hex(8)}"
             self._open(socket.AF_UNIX, "\0" + name)
@@ -181,7 +182,7 @@ def connect(address: bytes, deadline: float, **hello: Any) -> Link:
     """
     where = json.loads(address)
     ways: list[tuple[int, Any]] = []
-    if "unix" in where and where["node"] == _node():
+    if "unix" in where and where["node"] == node_name():
         ways.append((socket.AF_UNIX, "\0" + where["unix"]))
     ways += [(socket.AF_INET, tuple(way)) for way in where.get("tcp", ())]
     problem: OSError | None = None
@@ -201,15 +202,6 @@ def connect(address: bytes, deadline: float, **hello: Any) -> Link:
         f"ring: expected to reach a rank on one of {[way for _, way in ways]}, got {problem}; "
         "open TCP between the nodes, or check their host names"
     ) from problem
-
-
-def _node() -> str:
-    """Name what shares this process's abstract sockets: a boot of a host and a network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + " " + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
 
 
 def _own_hosts() -> list[str]:

@@ -237,7 +237,7 @@ class _Host:
             return _fail(-1, next(iter(self._failed.values())))
         if waiting and leaving:
             return _fail(
-                waiting[0], f"{_ranks(leaving)} left before mpdp.init() while {_ranks(waiting)} waits in it"
+                waiting[0], f"{_ranks(leaving)} left before mpdp.init() while {_wait(waiting)} in it"
             )
         if now >= self._next_look:
             self._next_look = now + LOOK
@@ -247,7 +247,7 @@ class _Host:
             if lost and waiting:
                 text = (
                     f"{_ranks(lost)} ended before mpdp.init() without a word (killed, crashed or os._exit) "
-                    f"while {_ranks(waiting)} waits in it"
+                    f"while {_wait(waiting)} in it"
                 )
                 return _fail(-1 if any(self._reported(rank) for rank in lost) else waiting[0], text)
         if waiting and now > self._deadline:
@@ -288,3 +288,7 @@ def _ranks(ranks: list[int]) -> str:
     if -1 in ranks:
         return f"{len(ranks)} rank(s) of this node"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+def _wait(ranks: list[int]) -> str:
+    return f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"

@@ -33,8 +33,8 @@ def init(timeout=300.0):
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     from mpi4py import MPI
 
-    from mpdp.comm.liveness import Ring
     from mpdp.comm.links import ADDRESS_BYTES
+    from mpdp.comm.liveness import Ring
 
     comm = Comm(MPI, state.activity)
     if comm.size > 1:
