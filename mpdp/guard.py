@@ -177,9 +177,6 @@ class Guard:
         with contextlib.suppress(Exception):
             if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
                 mpi.COMM_WORLD.Abort(code)
-        if code == INTERRUPTED and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGKILL)
 
     # -- hooks

@@ -1,7 +1,8 @@
 """Jobs for tests: start ranks, bound their time, bring back what they said.
 
-Owns the processes it starts, which it knows by a mark in their environment, and ends no others. Open MPI's mpirun
-puts ranks in groups of their own and leaves them behind when it is killed, so SIGTERM comes before SIGKILL.
+Owns the processes it starts, which it knows by a mark in their environment, and ends no others. Open MPI's
+mpirun puts ranks in groups of their own and leaves them behind when it is killed, so SIGTERM comes before
+SIGKILL.
 
 A script that a job runs may use :func:`record` to hand a value back to the test.
 """
@@ -230,7 +231,8 @@ def _kill(pid: int, number: int) -> None:
 def _print_stacks(mark: str) -> None:
     """Make each Python process of the job print its stacks: faulthandler does so on SIGABRT, GIL or not.
 
-    The launchers are stopped meanwhile: they would kill all ranks at the first one's end, and mix what they print.
+    The launchers are stopped meanwhile: they would kill all ranks at the first one's end, and mix what they
+    print.
     """
     ranks, others = [], []
     for pid in marked(mark):

@@ -189,6 +189,8 @@ class _Job:
         marks = Marks.read(self.folder)
         self._kill_ranks()
         code = verdict(status, marks, self.n)
+        if self.interrupts and code != 0:
+            code = 128 + signal.SIGINT  # MPICH's mpirun mixes the ranks' signals into one number
         unfinished = marks.unfinished(self.n)
         if code != 0 and unfinished and not marks.failed:
             self._say(f"{_ranks(unfinished)} of {self.n} did not finish")

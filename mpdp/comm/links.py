@@ -56,9 +56,10 @@ class Link:
         """Send a message; what the peer does not take now is kept and sent with the next one. **Local.**"""
         line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         with self._lock:
-            if kind == "beat" and self._out:
-                return  # the peer reads nothing for now; another heartbeat would tell it nothing new
-            self._out += line
+            if (
+                kind != "beat" or not self._out
+            ):  # to a peer that reads nothing for now, one more says nothing new
+                self._out += line
             try:
                 while self._out:
                     self._out = self._out[self.sock.send(self._out) :]

@@ -279,7 +279,7 @@ class Ring:
     def _judge_stall(self, now: float) -> None:
         call = self.activity.call
         if call is not None and now - max(self.activity.since, self._resumed) > self.timeout:
-            summary = f"rank {self.rank} waits in {self.activity} for more than {self.timeout:g} s"
+            summary = f"rank {self.rank} waits for more than {self.timeout:g} s"
         else:
             for link, step in ((self._predecessor, -1), (self._successor, 1)):
                 assert link is not None
@@ -300,8 +300,7 @@ class Ring:
         where = "in no collective" if call is None else f"{call}, since {time.monotonic() - since:.1f} s"
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        cause = "" if self.failure is None else f" ({self.failure})"
-        self._report(f"stalled: rank {self.rank}, step {self.activity.step}, {where}{cause}", stack)
+        self._report(f"stalled: rank {self.rank}, step {self.activity.step}, {where} ({self.failure})", stack)
 
     # -- actions, under the lock
 

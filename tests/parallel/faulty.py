@@ -1,8 +1,8 @@
 """A job in which one rank does what the command line says: `faulty.py FAULT WHEN`.
 
-WHEN is `before` (init), `middle` (step 3 of 6), or `end` (after the last step). FAULTY_RANK is the rank that does
-it (default 1; `all`: every rank), FAULTY_TIMEOUT the timeout given to init, FAULTY_DELAY the seconds that the others
-wait before init.
+WHEN is `before` (init), `middle` (step 3 of 6), or `end` (after the last step). FAULTY_RANK is the rank that
+does it (default 1; `all`: every rank), FAULTY_TIMEOUT the timeout given to init, FAULTY_DELAY the seconds
+that the others wait before init.
 """
 
 import os
@@ -21,7 +21,7 @@ FAULT, WHEN = sys.argv[1], sys.argv[2]
 TIMEOUT = float(os.environ.get("FAULTY_TIMEOUT", "300"))
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 BAD = os.environ.get("FAULTY_RANK", "1")
-IS_BAD = BAD == "all" or RANK == int(BAD)
+IS_BAD = BAD == "all" or int(BAD) == RANK
 
 
 def crash():

@@ -26,7 +26,8 @@ BEFORE, MIDDLE = r"\[1/{n}\] error before init: ", r"\[1/{n}\] error in step 3: 
 DIED = r"\[\d/{n}\] error in step [23]: rank 1 died: its process ended without a word"
 LEFT = r"\[\d/{n}\] error in step 3: rank 1 left while rank \d is in step 3 \(all_reduce\)"
 VANISHED = r"\[\d/{n}\] error before init: RankFailedError: rank 1 ended before mpdp.init\(\) without a word"
-ABSENT = r"\[\d/{n}\] error before init: RankFailedError: rank 1 left before mpdp.init\(\) while ranks? 0(, 2)? waits?"
+ABSENT = r"\[\d/{n}\] error before init: RankFailedError: rank 1 left before mpdp.init\(\) while ranks? 0(,
+2)? waits?"
 
 # fault -> (report before init, report in mid-training)
 FAULTS = {
@@ -43,13 +44,14 @@ FAULTS = {
     "kill": (VANISHED, DIED),
     "crash": (VANISHED, DIED),
     "stall": (
-        r"\[\d/{n}\] error before init: StallError: mpdp.init: expected all {n} ranks of this node within 3 s, "
-        "got no word from rank 1",
-        r"\[1/{n}\] error in step 3: stalled: rank 1, step 3, in no collective \(rank \d waits for more than 3 s\)",
+        r"\[\d/{n}\] error before init: StallError: mpdp.init: expected all {n} ranks of this node within 3
+        s, " "got no word from rank 1", r"\[1/{n}\] error in step 3: stalled: rank 1, step 3, in no
+        collective \(rank \d waits for more than 3 s\)",
     ),
     "interrupt": (BEFORE + "KeyboardInterrupt", MIDDLE + "KeyboardInterrupt"),
 }
-# The launcher itself sees such an end and kills the survivors within milliseconds: their report is best effort.
+# The launcher itself sees such an end and kills the survivors within milliseconds: their report is best
+# effort.
 SEEN_BY_LAUNCHER = ("os_exit_0", "os_exit_3", "kill", "crash")
 
 TABLE = [
