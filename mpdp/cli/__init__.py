@@ -1,0 +1,1 @@
+"""The command line: ``mpdp`` and its sub-commands. Parses before anything heavy is imported."""

@@ -1,0 +1,115 @@
+"""``mpdp run``: start a script as several processes.
+
+Owns the arguments of the command. What the line holds is :mod:`.command`'s, which MPI it is for
+:mod:`.mpi_library`'s, and what happens while it runs :mod:`.supervise`'s part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import LaunchError
+from .command import Command, Host, build, count_gpus, parse_hosts
+
+_ABOUT = """\
+Start a Python script as several processes, by the mpirun of the MPI that mpi4py loads.
+The line is printed on stderr, and `mpirun -n N python script.py` does the same without this command.
+The exit status is 0 only if every rank has finished.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpdp run",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n",
+        type=_number,
+        metavar="N",
+        help="processes; default: the GPUs of this host, 2 where there is none",
+    )
+    parser.add_argument(
+        "--hosts", type=_hosts, metavar="A,B:2", help="hosts to use, each with its number of processes"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the line on stdout and start nothing")
+    parser.add_argument(
+        "--exec",
+        action="store_true",
+        help="become mpirun instead of staying its parent: nobody checks the marks",
+    )
+    parser.add_argument("script", type=_script, metavar="script.py", help="the script that each process runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    return parser
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"n: expected a number of processes of at least 1, got {text!r}")
+    return int(text)
+
+
+def _hosts(text: str) -> tuple[Host, ...]:
+    try:
+        return parse_hosts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _script(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"script: expected a file that exists, got {text!r}; check the path")
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command. **Local.**
+
+    Returns:
+        The exit status: 2 for a usage error, 1 where no MPI fits, else the job's.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        command = _command(options)
+    except LaunchError as error:
+        print(f"mpdp run: error: {error}", file=sys.stderr)
+        return 1
+    if options.dry_run:
+        print(command)
+        return 0
+    print(f"mpdp run: {command}", file=sys.stderr, flush=True)
+    if options.exec:
+        os.execve(command.words[0], command.words, {**os.environ, **command.settings})
+    from .supervise import supervise
+
+    return supervise(command, _ranks(options))
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    if options.n is not None:
+        return options.n
+    if options.hosts:
+        return sum(host.slots or 1 for host in options.hosts)
+    return count_gpus(os.environ) or 2
+
+
+def _command(options: argparse.Namespace) -> Command:
+    from .mpi_library import find_launcher, probe
+
+    library = probe()
+    return build(
+        library,
+        find_launcher(library),
+        [sys.executable, options.script, *options.arguments],
+        _ranks(options),
+        hosts=options.hosts or (),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        environ=os.environ,
+    )

@@ -1,0 +1,221 @@
+"""Staying the parent of a job: signals go to it, its ranks' marks come back, and nobody outlives it.
+
+Owns the launcher's process and the folder of marks. A rank writes ``started.R`` when it imports mpdp,
+``failed.R`` when it reports, ``finished.R`` at its orderly end (:mod:`mpdp.guard`); rank 0 writes
+``finished.all`` when all have said that they are done, for hosts that do not share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ..guard import MARKS
+from ..processes import Process, node_name
+from .command import Command
+
+LOOK = 0.25  # seconds between looks at the marks
+LOST = 3.0  # a rank that ended without a word is the ring's to report; after so long nobody does
+FAILED = 5.0  # a rank that reported ends the job within 2 s; after so long it has not
+PATIENCE = 5.0  # from SIGTERM to SIGKILL
+
+
+@dataclass
+class Marks:
+    """What the ranks have written so far.
+
+    Attributes:
+        started: rank -> its process, or None for one of another host.
+        failed: ranks that have reported.
+        finished: ranks at their orderly end.
+        all_finished: rank 0 says that all are.
+    """
+
+    started: dict[int, Process | None]
+    failed: set[int]
+    finished: set[int]
+    all_finished: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> Marks:
+        marks = cls({}, set(), set(), False)
+        for path in folder.iterdir():
+            kind, _, rank = path.name.partition(".")
+            if path.name == "finished.all":
+                marks.all_finished = True
+            elif rank.isdigit() and kind == "started":
+                node, pid, start = path.read_text(encoding="utf-8").rsplit(" ", 2)
+                process = Process(int(pid), int(start), "", 0, "")
+                marks.started[int(rank)] = process if node == node_name() else None
+            elif rank.isdigit() and kind == "failed":
+                marks.failed.add(int(rank))
+            elif rank.isdigit() and kind == "finished":
+                marks.finished.add(int(rank))
+        return marks
+
+    def lost(self) -> list[int]:
+        """Ranks of this host that have ended and have not finished."""
+        if self.all_finished:
+            return []
+        return sorted(
+            rank
+            for rank, process in self.started.items()
+            if rank not in self.finished and process is not None and process.ended
+        )
+
+    def unfinished(self, n: int) -> list[int]:
+        """Ranks that have not finished; none where no rank has ever imported mpdp."""
+        if not self.started or self.all_finished:
+            return []
+        return sorted(set(range(n)) - self.finished)
+
+
+def verdict(status: int, marks: Marks, n: int) -> int:
+    """Return the job's exit status: 0 only if the launcher says so and every rank has finished. **Local.**"""
+    if status < 0:
+        return 128 - status
+    return 1 if status == 0 and marks.unfinished(n) else status
+
+
+def supervise(command: Command, n: int) -> int:
+    """Run a job to its end. **Local.**
+
+    Args:
+        command: the line that starts it.
+        n: its ranks.
+
+    Returns:
+        Its exit status.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mpdp-run-"))
+    try:
+        return _Job(command, n, folder).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Job:
+    def __init__(self, command: Command, n: int, folder: Path) -> None:
+        self.command, self.n, self.folder = command, n, folder
+        self.signals: list[int] = []
+        self.interrupts = 0
+        self.lost_since: float | None = None
+        self.failed_since: float | None = None
+        self.ending_since: float | None = None
+
+    def run(self) -> int:
+        names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        before = {name: signal.signal(name, self._note) for name in names}
+        try:
+            self.process = subprocess.Popen(
+                self.command.words,
+                env={**os.environ, **self.command.settings, MARKS: str(self.folder)},
+                # A group of its own: Ctrl-C comes to us alone and is forwarded once. A terminal may not be
+                # read from outside the foreground group.
+                process_group=0,
+                stdin=subprocess.DEVNULL if sys.stdin is not None and sys.stdin.isatty() else None,
+                preexec_fn=_end_with_parent(),
+            )
+            while True:
+                try:
+                    status = self.process.wait(LOOK)
+                    break
+                except subprocess.TimeoutExpired:
+                    self._forward()
+                    self._look(time.monotonic())
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+        return self._conclude(status)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        self._forward()
+
+    def _forward(self) -> None:
+        while self.signals and getattr(self, "process", None) is not None:
+            number = self.signals.pop(0)
+            if number == signal.SIGINT:
+                self.interrupts += 1
+            if self.interrupts > 2:
+                self._kill()
+            elif number == signal.SIGHUP or self.interrupts == 2:
+                self._end()
+            else:
+                self.process.send_signal(number)
+
+    def _look(self, now: float) -> None:
+        if self.ending_since is not None:
+            if now - self.ending_since > PATIENCE:
+                self._kill()
+            return
+        marks = Marks.read(self.folder)
+        lost = marks.lost()
+        self.lost_since = (self.lost_since or now) if lost else None
+        self.failed_since = (self.failed_since or now) if marks.failed else None
+        if self.lost_since is not None and now - self.lost_since > LOST:
+            self._say(f"{_ranks(lost)} ended without a word (killed, crashed or os._exit); ending the job")
+            self._end()
+        elif self.failed_since is not None and now - self.failed_since > FAILED:
+            self._say(f"{_ranks(sorted(marks.failed))} failed and the job goes on; ending it")
+            self._end()
+
+    def _end(self) -> None:
+        """Ask the launcher to end the job: Open MPI's leaves its ranks behind when it is killed itself."""
+        self.ending_since = self.ending_since or time.monotonic()
+        self.process.terminate()
+
+    def _kill(self) -> None:
+        self._kill_ranks()
+        self.process.kill()
+
+    def _kill_ranks(self) -> None:
+        for process in Marks.read(self.folder).started.values():
+            if process is not None and not process.ended:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+    def _conclude(self, status: int) -> int:
+        marks = Marks.read(self.folder)
+        self._kill_ranks()
+        code = verdict(status, marks, self.n)
+        if self.interrupts and code != 0:
+            code = 128 + signal.SIGINT  # MPICH's mpirun mixes the ranks' signals into one number
+        unfinished = marks.unfinished(self.n)
+        if code != 0 and unfinished and not marks.failed:
+            self._say(f"{_ranks(unfinished)} of {self.n} did not finish")
+        return code
+
+    def _say(self, text: str) -> None:
+        print(f"mpdp run: {text}", file=sys.stderr, flush=True)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return what makes the launcher get SIGTERM when this process is killed; None where Linux is not."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def arrange() -> None:
+        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return arrange

@@ -1,0 +1,199 @@
+"""The meeting before MPI_Init, with ranks as threads and a launcher whose children are a set."""
+
+import os
+import secrets
+import sys
+import threading
+import time
+
+import pytest
+
+from mpdp.comm import meeting
+from mpdp.errors import RankFailedError, StallError
+from mpdp.launch import Announcement
+from mpdp.processes import Process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
+
+
+class Node:
+    """A node of `size` ranks of a job of `world`; `living` is what the launcher's children are."""
+
+    def __init__(self, size, world=None):
+        self.size, self.world = size, world or size
+        self.launcher = Process(os.getpid(), secrets.randbits(60), "mpirun", 1, "S")
+        self.living = set(range(size))
+        self.ends = {}
+        self.threads = []
+
+    def announcement(self, rank):
+        return Announcement(self.world, rank, rank, self.size, "hydra")
+
+    def start(self, rank, call, *arguments, **options):
+        def work():
+            try:
+                call(self.announcement(rank), self.launcher, *arguments, **options)
+                self.ends[rank] = None
+            except Exception as error:
+                self.ends[rank] = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def meet(self, rank, timeout=10.0, **options):
+        self.start(rank, meeting.meet, timeout, **options)
+
+    def leave(self, rank):
+        self.start(rank, meeting.leave)
+
+    def join(self, seconds=5.0):
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self.threads), self.ends
+        return self.ends
+
+    def reported(self):
+        return [
+            str(error) for error in self.ends.values() if error and not getattr(error, "secondary", False)
+        ]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    nodes = {}
+
+    def node(size, world=None):
+        made = Node(size, world)
+        nodes[made.launcher] = made
+        return made
+
+    monkeypatch.setattr(meeting, "ranks_of", lambda launcher: nodes[launcher].living)
+    monkeypatch.setattr(meeting, "VANISHED", 0.2)
+    monkeypatch.setattr(meeting, "LOOK", 0.05)
+    return node
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_all_go_when_all_have_come(node, size):
+    here = node(size)
+    for rank in range(1, size):
+        here.meet(rank)
+    time.sleep(0.1)
+    assert here.ends == {}
+    here.meet(0)
+    assert here.join() == dict.fromkeys(range(size))
+
+
+def test_two_jobs_of_one_user_do_not_mix(node):
+    one, two = node(2), node(2)
+    one.meet(0), two.meet(1)
+    time.sleep(0.2)
+    assert one.ends == two.ends == {}
+    one.meet(1), two.meet(0)
+    assert one.join() == two.join() == {0: None, 1: None}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_leave_in_order_when_nobody_calls_init(node, size):
+    here = node(size)
+    for rank in range(size):
+        here.leave(rank)
+    assert here.join() == dict.fromkeys(range(size))
+
+
+@pytest.mark.parametrize("first", ["leave", "meet"])
+def test_a_rank_that_leaves_fails_those_that_wait(node, first):
+    here = node(3)
+    steps = [lambda: here.leave(1), lambda: (here.meet(0), here.meet(2))]
+    for step in steps if first == "leave" else reversed(steps):
+        step()
+        time.sleep(0.1)
+    ends = here.join()
+    assert ends[1] is None
+    assert all(isinstance(ends[rank], RankFailedError) for rank in (0, 2) if rank in ends)
+    assert len(here.reported()) >= 1
+    assert here.reported()[0].startswith("rank 1 left before mpdp.init() while rank")
+
+
+def test_a_rank_that_failed_is_not_reported_again(node):
+    here = node(3)
+    here.meet(0), here.meet(2)
+    time.sleep(0.1)
+    here.start(1, meeting.tell_failure, "ValueError: a bad sample")
+    ends = here.join()
+    assert here.reported() == []
+    assert "rank 1 failed before mpdp.init(): ValueError: a bad sample" in str(ends[0])
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_rank_that_vanished_is_reported_once(node, host):
+    here = node(3)
+    here.meet(host)
+    time.sleep(0.1)
+    here.meet(1 - host)
+    here.living.discard(2)
+    ends = here.join()
+    assert here.reported() == [
+        "rank 2 ended before mpdp.init() without a word (killed, crashed or os._exit) while ranks 0, 1 wait in it"
+    ]
+    assert ends[1].secondary
+
+
+def test_a_rank_whose_failure_is_known_is_not_reported_again(node):
+    here = node(2)
+    here.meet(0, reported=lambda rank: rank == 1)
+    here.living.discard(1)
+    assert here.join()[0].secondary
+
+
+def test_those_who_leave_do_not_wait_for_one_that_vanished(node):
+    here = node(3)
+    here.leave(0), here.leave(1)
+    time.sleep(0.3)
+    assert here.ends == {}
+    here.living.discard(2)
+    assert here.join() == {0: None, 1: None}
+
+
+def test_a_vanished_rank_of_several_nodes_has_no_name(node):
+    here = node(2, world=8)
+    here.meet(0)
+    here.living.discard(1)
+    here.join()
+    assert here.reported()[0].startswith("1 rank(s) of this node ended before mpdp.init()")
+
+
+def test_a_late_rank_is_a_stall(node):
+    here = node(2)
+    here.meet(0, timeout=0.3)
+    assert isinstance(here.join()[0], StallError)
+    assert here.reported()[0].startswith(
+        "mpdp.init: expected all 2 ranks of this node within 0 s, got no word from rank 1"
+    )
+
+
+def test_children_that_tell_nothing_are_no_evidence(node):
+    here = node(2)
+    here.living = set()
+    here.meet(0)
+    time.sleep(0.6)
+    assert here.ends == {}
+    here.meet(1)
+    assert here.join() == {0: None, 1: None}
+
+
+@pytest.mark.parametrize(
+    "announcement, launcher",
+    [
+        (Announcement(4, 0, 0, 1, "hydra"), Process(1, 1, "mpirun", 0, "S")),
+        (Announcement(4, 0, None, None, "pmi"), Process(1, 1, "mpirun", 0, "S")),
+        (Announcement(4, 0, 0, 4, "hydra"), None),
+    ],
+    ids=["alone on its node", "local size unknown", "launcher unknown"],
+)
+def test_there_is_no_meeting_where_nobody_could_come(announcement, launcher):
+    meeting.meet(announcement, launcher, 0.0)
+    meeting.leave(announcement, launcher)
+    meeting.tell_failure(announcement, launcher, "x")
