@@ -145,13 +145,13 @@ class Tape:
             g = k.xp.zeros(node.shape, node.dtype)
         links = self._links[i]
         wants: list[Want] = []
-        for source, link in zip(inputs, links):
-            if source is None:
+        for link in links:
+            if link is None:
                 wants.append(None)
-            elif type(link) is int or inputs.count(source) > 1:
+            elif type(link) is int or links.count(link) > 1:
                 wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
             else:
-                wants.append(_target(source, k))
+                wants.append(_target(link, k))
         gradients = operation.backward(k, saved, g, wants, **node.attrs)
         if len(gradients) != len(inputs):
             raise ValueError(
