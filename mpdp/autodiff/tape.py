@@ -145,13 +145,13 @@ class Tape:
             g = k.xp.zeros(node.shape, node.dtype)
         links = self._links[i]
         wants: list[Want] = []
-        for source, link in zip(inputs, links):
-            if source is None:
+        for link in links:
+            if link is None:
                 wants.append(None)
-            elif type(link) is int or inputs.count(source) > 1:
+            elif type(link) is int or links.count(link) > 1:
                 wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
             else:
-                wants.append(_target(source, k))
+                wants.append(_target(link, k))
         gradients = operation.backward(k, saved, g, wants, **node.attrs)
         if len(gradients) != len(inputs):
             raise ValueError(
@@ -168,12 +168,12 @@ class Tape:
                     if target is WANTED:
                         target = _target(source, k)
                     if gradient is not None:
-                        k.store(_checked(operation.name, j, source, gradient), target.array, target.beta)
+                        k.store(_checked(operation.name, j, source, gradient, k), target.array, target.beta)
                     elif target.beta == 0.0:
                         target.array.fill(0)
                 _written(source, target.array)
             elif gradient is not None:
-                gradient = _checked(operation.name, j, source, gradient)
+                gradient = _checked(operation.name, j, source, gradient, k)
                 before = pending[link]
                 if before is None:
                     pending[link] = gradient
@@ -211,10 +211,11 @@ def _reachable(root: Node) -> list[Node]:
     return sorted(seen, key=_number, reverse=True)
 
 
-def _checked(name: str, i: int, source: Any, gradient: Any) -> Any:
+def _checked(name: str, i: int, source: Any, gradient: Any, k: Any) -> Any:
     """Return a gradient after checking its shape and dtype against the input's."""
     if getattr(gradient, "shape", None) == source.shape and gradient.dtype == source.dtype:
-        return gradient
+        # 0-d results of NumPy are scalars, which nothing can be added to in place.
+        return gradient if isinstance(gradient, k.xp.ndarray) else k.xp.asarray(gradient)
     got = f"{gradient.dtype} {gradient.shape}" if hasattr(gradient, "dtype") else type(gradient).__name__
     raise ValueError(
         f"{name}: expected its backward rule to return {source.dtype} {source.shape} for input {i}, got "

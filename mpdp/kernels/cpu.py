@@ -36,22 +36,18 @@ class CpuKernels(CpuRows, CpuIndices):
 
     def store(self, value: Array, out: Array, beta: float = 0.0) -> Array:
         if beta == 0.0:
-            np.copyto(out, value, casting="same_kind")
+            np.copyto(out, value)
         else:
-            np.add(out, value, out=out, casting="same_kind")
+            np.add(out, value, out=out)
         return out
 
     # -- products ------------------------------------------------------------------------------------------
 
     def gemm(self, a: Array, b: Array, out: Array | None = None, beta: float = 0.0) -> Array:
-        if a.size and 0 in a.strides:  # NumPy multiplies broadcast views without BLAS
-            a = np.ascontiguousarray(a)
-        if b.size and 0 in b.strides:
-            b = np.ascontiguousarray(b)
-        if out is None:
-            return np.matmul(a, b)
-        if beta == 0.0:
-            return np.matmul(a, b, out=out, casting="same_kind")
+        if 0 in a.strides or 0 in b.strides:  # NumPy multiplies broadcast views without BLAS
+            a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+        if out is None or beta == 0.0:
+            return np.matmul(a, b, out)
         if a.ndim > 2 or b.ndim > 2 or out.size <= _PANEL:
             out += np.matmul(a, b)
             return out
@@ -90,7 +86,9 @@ class CpuKernels(CpuRows, CpuIndices):
         if len(shape) == 1 and x.shape[-1] == shape[0] and wide(x.dtype) is x.dtype:
             # A product with ones: 2.6 times as fast as a sum over the rows (128 x 512 float32).
             rows = x.reshape(-1, shape[0]) if lead > 1 else x
-            total = np.matmul(np.ones(len(rows), x.dtype), rows, out=out if beta == 0.0 else None)
+            ones = np.empty(len(rows), x.dtype)
+            ones.fill(1)
+            total = np.matmul(ones, rows, out if beta == 0.0 else None)
         else:
             axes = tuple(range(lead))
             axes += tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)

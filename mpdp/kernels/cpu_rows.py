@@ -50,7 +50,7 @@ class CpuRows(Kernels):
         wider = x.astype(wide(x.dtype), copy=False)
         mean = np.add.reduce(wider, axis=1, keepdims=True) / width
         normal = wider - mean
-        rstd = np.einsum("nd,nd->n", normal, normal)[:, None] / width  # variance, from the second pass
+        rstd = np.vecdot(normal, normal)[:, None] / width  # variance, from the second pass
         rstd += eps
         np.sqrt(rstd, out=rstd)
         np.divide(1, rstd, out=rstd)
@@ -70,7 +70,7 @@ class CpuRows(Kernels):
         # With h = g * weight: rstd * (h - mean(h) - normal * mean(h * normal)).
         grad = np.multiply(g, weight, dtype=normal.dtype) if weight is not None else g.astype(normal.dtype)
         mean = np.add.reduce(grad, axis=1, keepdims=True) / width
-        along = np.einsum("nd,nd->n", grad, normal)[:, None] / width
+        along = np.vecdot(grad, normal)[:, None] / width
         grad -= mean
         grad -= normal * along
         grad *= rstd

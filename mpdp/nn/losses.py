@@ -23,7 +23,7 @@ class Loss(Tensor):
 
     Args:
         total: scalar tensor, the sum of the losses.
-        count: how many there are: a number, or a 0-d float64 array on the device.
+        count: how many there are: a number, or a 0-d array or tensor on the device.
 
     Attributes:
         sum: the scalar tensor ``total``.
@@ -45,7 +45,8 @@ class Loss(Tensor):
         if total.shape != ():
             raise ValueError(f"total: expected a scalar tensor, got shape {total.shape}; sum it first")
         self.sum = total
-        self.count = count if hasattr(count, "shape") else kernels.of(total.data).xp.asarray(float(count))
+        xp = kernels.of(total.data).xp
+        self.count = xp.asarray(unwrap(count), dtype=xp.float64)
         self._name = None
         self._key = 0
         self._mean: Tensor | None = None

@@ -85,6 +85,22 @@ def test_no_gradient_where_one_is_wanted_is_zero(leaf):
     assert x.grad.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_gradient_may_come_as_a_scalar(leaf):
+    def backward(k, saved, g, wants):
+        x, s = saved
+        return g * s, (g * x).sum()  # the second is numpy.float32, not an array
+
+    scaled = autodiff.register("scaled", lambda k, x, s: (x * s, (x, s)), backward)
+    s = Tensor(np.array(2.0, "f4"), requires_grad=True)
+    for _ in range(2):
+        t = s if leaf else s * 1
+        (
+            scaled(np.ones(3, "f4"), t) + scaled(np.ones(3, "f4"), t) + scaled(np.ones(3, "f4"), t)
+        ).sum().backward()
+    assert type(s.grad) is np.ndarray and s.grad.shape == () and s.grad.dtype == np.float32 and s.grad == 18
+
+
 def test_dtypes_must_be_equal():
     x, y = Tensor(np.zeros(2, "f4")), Tensor(np.zeros(2, "f8"))
     with pytest.raises(

@@ -105,6 +105,10 @@ def test_a_loss_of_ones_own():
     assert float(loss) == 1.25 and w.grad.tolist() == [0.5, 1] and loss.count.dtype == np.float64
     weighted = nn.Loss((w * w).sum(), np.array(0.5))
     assert float(weighted) == 10
+    mask = Tensor(np.array([True, True]))
+    assert (
+        float(nn.Loss((w * w).sum(), mask.sum())) == 2.5 and nn.Loss(w.sum(), np.int64(2)).count.dtype == "f8"
+    )
     with pytest.raises(ValueError, match=r"total: expected a scalar tensor, got shape \(2,\); sum it first"):
         nn.Loss(w * w, 2)
 
