@@ -20,11 +20,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from .updates import UpdateKernels
+
 Array = Any  # a NumPy or CuPy array
 Shape = tuple[int, ...]
 
 
-class Kernels:
+class Kernels(UpdateKernels):
     """Arithmetic on the arrays of one kind of device. **Local.**
 
     Attributes:

@@ -17,6 +17,7 @@ from .base import Array, Shape
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
 from .precision import is_floating, wide
+from .updates import CpuUpdates
 
 _GELU = math.sqrt(2.0 / math.pi)
 _GELU_CUBE = 0.044715
@@ -25,7 +26,7 @@ _PANEL = (
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
 
-class CpuKernels(CpuRows, CpuIndices):
+class CpuKernels(CpuUpdates, CpuRows, CpuIndices):
     """NumPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**"""
 
     xp: ModuleType = np
