@@ -36,7 +36,7 @@ class Parameter(Tensor):
     def __init__(self, data: Any, name: str | None = None) -> None:
         super().__init__(data, requires_grad=True, name=name)
 
-    def bind(self, data_view: Array, grad_view: Array, binding: Binding) -> None:
+    def bind(self, data_view: Array, grad_view: Array | None, binding: Binding) -> None:
         """Move the parameter onto views of an arena, keeping its values. **Local.**
 
         From then on ``.data`` and ``.grad`` are these views and never others. The first contribution of
@@ -44,14 +44,14 @@ class Parameter(Tensor):
 
         Args:
             data_view: array of the parameter's shape; the values are copied into it.
-            grad_view: array of the same shape.
+            grad_view: array of the same shape; None for a parameter that is not trained.
             binding: see :class:`Binding`.
 
         Raises:
             ValueError: a view of another shape.
         """
         for what, view in (("data_view", data_view), ("grad_view", grad_view)):
-            if view.shape != self.shape:
+            if view is not None and view.shape != self.shape:
                 raise ValueError(
                     f"{what}: expected shape {self.shape} of {self._title()}, got {view.shape}; "
                     "check the layout"

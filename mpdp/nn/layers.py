@@ -217,7 +217,7 @@ class Flatten(Module):
 class Sequential(Module):
     """Apply layers in order; any function of one argument will do. **Local.**
 
-    Parameters are named ``layers.<index>.<name>``. It indexes, iterates and counts like its list of layers.
+    Parameters are named ``<index>.<name>``. It indexes, iterates and counts like its list of layers.
 
     Args:
         layers: modules or functions.
@@ -225,7 +225,7 @@ class Sequential(Module):
     Example:
         >>> model = Sequential(Linear(4, 8), ReLU(), Linear(8, 2))
         >>> [name for name, _ in model.named_parameters()]
-        ['layers.0.weight', 'layers.0.bias', 'layers.2.weight', 'layers.2.bias']
+        ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
     static = True
@@ -237,22 +237,26 @@ class Sequential(Module):
                     f"layers: expected modules or functions, got {type(layer).__name__} at {i}; "
                     "pass them as separate arguments"
                 )
-        self.layers = list(layers)
+            setattr(self, str(i), layer)  # an attribute, so that names are "0.weight" as elsewhere
+        self._count = len(layers)
 
     def forward(self, x: Any) -> Any:
         """Apply all layers to x."""
-        for layer in self.layers:
+        for layer in self:
             x = layer(x)
         return x
 
     def __getitem__(self, index: int) -> Callable[..., Any]:
-        return self.layers[index]
+        return self._layers()[index]
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return iter(self.layers)
+        return iter(self._layers())
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return self._count
+
+    def _layers(self) -> list[Callable[..., Any]]:
+        return [getattr(self, str(i)) for i in range(self._count)]
 
 
 def _length(what: str, value: Any) -> int:

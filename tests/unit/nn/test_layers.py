@@ -81,7 +81,7 @@ def test_activations_and_flatten():
 def test_sequential():
     model = nn.Sequential(nn.Linear(3, 4), lambda x: abs(x), nn.Sequential(nn.Linear(4, 2)))
     assert [name for name, _ in model.named_parameters()] == [
-        "layers.0.weight", "layers.0.bias", "layers.2.layers.0.weight", "layers.2.layers.0.bias",
+        "0.weight", "0.bias", "2.0.weight", "2.0.bias",
     ]  # fmt: skip
     assert len(model) == 3 and model[0] is next(iter(model)) and model(np.zeros((5, 3), "f4")).shape == (5, 2)
     assert nn.Sequential()(3) == 3
@@ -112,7 +112,7 @@ def test_masks_are_the_public_ones():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.3)).bind_names()
     x = random.standard_normal((4, 6)).astype("f4")
     out = dropped(model[1], x, seed=5, step=7, start=10, count=4)
-    mask = dropout_mask(5, "layers.1", 7, 10, (4, 6), 0.3)
+    mask = dropout_mask(5, "1", 7, 10, (4, 6), 0.3)
     assert out.dtype == np.float32 and np.allclose(out, np.where(mask, x / 0.7, 0), rtol=1e-6, atol=0)
 
 
@@ -179,4 +179,4 @@ def test_without_a_context_masks_follow_the_seed_and_the_calls():
     assert all(np.array_equal(p, q) for p, q in zip(one, two))
     assert not np.array_equal(one[0], one[1]) and not np.array_equal(one[0], one[2])
     named = nn.Sequential(nn.Dropout()).bind_names()
-    assert np.array_equal(named(x).data != 0, dropout_mask(3, "layers.0", 0, 0, (4, 50), 0.5))
+    assert np.array_equal(named(x).data != 0, dropout_mask(3, "0", 0, 0, (4, 50), 0.5))
