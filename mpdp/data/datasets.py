@@ -28,6 +28,9 @@ class ArrayDataset:
             place of an array, as in ``ArrayDataset((left, right), y)``.
         named: in place of ``arrays``: samples are dicts, ``ArrayDataset(image=x, target=y)``.
 
+    Attributes:
+        arrays: what was given, as arrays: in the form of a batch of all samples.
+
     Raises:
         ValueError: unequal leading lengths, a 0-d array, or no array.
         TypeError: something that is no array of numbers.
@@ -45,8 +48,8 @@ class ArrayDataset:
                 "pass ArrayDataset(x, y) or ArrayDataset(image=x, target=y)"
             )
         tree: Any = named if named else (arrays if len(arrays) > 1 else arrays[0])
-        self._tree = map_arrays(_as_array, tree, "arrays")
-        lengths = {path: len(array) for path, array in _leaves(self._tree, "arrays")}
+        self.arrays = map_arrays(_as_array, tree, "arrays")
+        lengths = {path: len(array) for path, array in _leaves(self.arrays, "arrays")}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{length} in {path}" for path, length in lengths.items())
             raise ValueError(
@@ -58,11 +61,11 @@ class ArrayDataset:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return map_arrays(lambda array, _: array[index], self._tree)
+        return map_arrays(lambda array, _: array[index], self.arrays)
 
     def take(self, indices: np.ndarray) -> Any:
         """Return the batch of the given samples: copies, in memory. **Local.**"""
-        return map_arrays(lambda array, _: _plain(array[indices]), self._tree)
+        return map_arrays(lambda array, _: _plain(array[indices]), self.arrays)
 
 
 class TokenDataset:
