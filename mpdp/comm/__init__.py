@@ -1,0 +1,10 @@
+"""Communicators: how arrays move between ranks.
+
+This package knows arrays, ranks and sockets, and nothing of tensors, models or optimizers.
+``base`` is the interface and its checks, ``solo`` a world of one, ``mpi`` host buffers over MPI,
+``agreement`` the small exchanges by which ranks agree before one of them raises.
+"""
+
+from .base import Buffer, Communicator, Request
+
+__all__ = ["Buffer", "Communicator", "Request"]

@@ -1,0 +1,140 @@
+"""Every collective of the MPI communicator against formulas in rank and size, also with tiny pieces and a thread."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+
+import mpdp
+from mpdp.comm.mpi import MpiCommunicator
+from mpdp.errors import CommunicationError
+
+world = mpdp.init(timeout=20)
+rank, size = world.rank, world.size
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.uint8, np.int32, np.int64, np.uint64]
+
+
+def check(comm):
+    for lane in ("bulk", "urgent"):
+        for dtype in DTYPES:
+            for length in (0, 1, 3, 127, 129, 1000):
+                base = np.arange(length) % 5
+                mine = (base + rank).astype(dtype)
+                comm.all_reduce(mine, lane=lane)
+                assert mine.dtype == dtype
+                assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype)), (
+                    dtype,
+                    length,
+                )
+                mine = (base + rank).astype(dtype)
+                comm.all_reduce(mine, op="max", lane=lane)
+                assert np.array_equal(mine, (base + size - 1).astype(dtype)), (dtype, length)
+                if lane == "bulk" and comm.progress == "thread":
+                    continue
+                for root in range(size):
+                    mine = (base + rank).astype(dtype)
+                    comm.broadcast(mine, root=root, lane=lane)
+                    assert np.array_equal(mine, (base + root).astype(dtype))
+                    mine = (base + rank).astype(dtype)
+                    comm.reduce(mine, root=root, lane=lane)
+                    if rank == root:
+                        assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype))
+                bounds = [length * r // size for r in range(size + 1)]
+                mine = (base + rank).astype(dtype)
+                comm.reduce_scatter(mine, bounds, lane=lane)
+                own = slice(bounds[rank], bounds[rank + 1])
+                assert np.array_equal(mine[own], (base * size + size * (size - 1) // 2).astype(dtype)[own])
+                mine = np.full(length, rank).astype(dtype)
+                comm.all_gather(mine, bounds, lane=lane)
+                for r in range(size):
+                    assert np.all(mine[bounds[r] : bounds[r + 1]] == np.array(r, dtype=dtype))
+    assert comm.exclusive_sum(rank + 1) == rank * (rank + 1) // 2
+    comm.barrier()
+    assert comm.all_gather_bytes(bytes([rank]) * rank) == [bytes([r]) * r for r in range(size)]
+    assert comm.broadcast_bytes(b"text" if rank == size - 1 else None, root=size - 1) == b"text"
+
+
+def check_float_maxima(comm):
+    """The maximum keeps NaN and infinities, which MPI itself does not."""
+    for dtype in (np.float16, np.float32, np.float64):
+        values = np.array([1, np.inf, -np.inf, -0.0, -3, 2], dtype=dtype)
+        last = np.array([np.nan, 1, -np.inf, 0.0, -4, np.nan], dtype=dtype)
+        mine = last.copy() if rank == size - 1 else values.copy()
+        comm.all_reduce(mine, op="max")
+        every = [last] if size == 1 else [values, last]
+        expected = np.max(every, axis=0)
+        assert np.array_equal(mine, expected, equal_nan=True), (mine, expected)
+
+
+def check_half_sums(comm):
+    """Sixteen-bit floats are summed in float32 and rounded once."""
+    mine = np.full(5, 1 / 3, dtype=np.float16)
+    comm.all_reduce(mine)
+    assert np.array_equal(mine, np.full(5, np.float32(np.float16(1 / 3)) * size, dtype=np.float16))
+
+
+def check_ring(comm):
+    if size == 1:
+        return
+    token = np.array([float(rank)], dtype=np.float64)
+    if rank == 0:
+        comm.send(token, to=1)
+        comm.recv(token, source=size - 1)
+        assert token[0] == size * (size - 1) / 2
+    else:
+        got = np.zeros(1)
+        comm.recv(got, source=rank - 1)
+        comm.send(got + rank, to=(rank + 1) % size)
+    big = np.full(5000, rank, dtype=np.float32)
+    if rank == 0:
+        comm.send(big, to=size - 1)
+    elif rank == size - 1:
+        comm.recv(big, source=0)
+        assert np.all(big == 0)
+
+
+def check_owner(comm):
+    """A communicator belongs to the thread that made it."""
+    errors = []
+
+    def use():
+        try:
+            comm.barrier()
+        except CommunicationError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert errors and "expected calls from the thread that made the communicator" in errors[0]
+
+
+comm = world.comm
+if size > 1:
+    raw = comm._lanes["urgent"]
+    for piece_bytes, progress in ((4 << 20, "caller"), (1024, "caller"), (8, "caller"), (1024, "thread")):
+        own = MpiCommunicator(raw, world.activity, piece_bytes=piece_bytes, progress=progress)
+        if piece_bytes > 8:
+            check(own)
+        check_float_maxima(own)
+        check_half_sums(own)
+        if progress == "caller":
+            check_ring(own)
+            other = own.duplicate()
+
+            check_owner(other)
+            other.close()
+        own.close()
+else:
+    comm.progress = "caller"
+    check(comm)
+
+if size > 1:
+    own = MpiCommunicator(raw, world.activity, progress="thread")
+    arrays = [np.full(100_000, float(rank + i)) for i in range(4)]
+    for request in [own.start_all_reduce(array) for array in arrays]:
+        request.wait()
+    for i, array in enumerate(arrays):
+        assert np.all(array == size * (size - 1) / 2 + i * size)
+    own.close()
+print(f"collectives passed on rank {rank} of {size}", flush=True)
