@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from stand_in_layout import Layout
+from filled_layout import Layout
 
 from mpdp import optim
 from mpdp.kernels.updates import CpuUpdates

@@ -1,0 +1,406 @@
+"""DataParallel: one replica of a model, its arenas, and the reduction of its gradients.
+
+It owns the arenas and the reducer and knows nothing of data sets, schedules or files; ``training.trainer`` does.
+Sums and counts are what it carries: backward starts from the loss *sum*, ranks add gradients and counts, and the
+optimizer divides by the global count. So shares of any size, also empty ones, are exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
+from ..comm.agreement import compare
+from ..errors import DisagreementError, MpdpError, NonFiniteError
+from ..nn import Module
+from ..optim import Optimizer
+from ..world import World, init
+from .arena import GradientArena
+from .forms import leading_length, split_loss
+from .layout import Layout
+from .record import Kind, exchange
+from .reducer import FlushPlan
+from .replica import Replica
+
+_PLANS = 256  # remembered tape signatures; a program with more different graphs recomputes plans
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a set of tapes implies for one update."""
+
+    after: FlushPlan
+    unused_views: tuple[Any, ...]
+    used: np.ndarray
+    used_hash: int
+
+
+class DataParallel:
+    """Hold one replica of a model and reduce its gradients over the world's data axis.
+
+    **Collective** to construct: models are compared, then rank 0's parameters and buffers are broadcast.
+
+    Args:
+        model: an ``nn.Module`` whose trainable parameters share one dtype; the same on every rank.
+        world: the ranks (default: ``mpdp.init()``).
+        reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
+        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+        seed: seed of dropout masks.
+        nominal_count: samples one expects in a global batch; gradients are scaled by the power of two nearest
+            to its inverse while they are summed, which costs no rounding and lets float16 survive.
+
+    Attributes:
+        model, world: as given.
+        arena: the gradient arena; ``weights``: the flat weights, both over ``layout``.
+        step_count: finished updates.
+        last_count, last_loss_sum: global count and loss sum of the last update.
+        exponent: gradients are summed times 2^-exponent.
+
+    Example:
+        >>> import mpdp, numpy as np
+        >>> from mpdp import nn, optim
+        >>> model = nn.Linear(4, 3)
+        >>> parallel = mpdp.DataParallel(model)
+        >>> x, y = np.ones((8, 4), "float32"), np.zeros(8, "int64")
+        >>> parallel.backward(nn.cross_entropy(parallel(x), y))
+        >>> loss = parallel.step(optim.SGD(lr=0.1))
+        >>> loss > 0
+        True
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        world: World | None = None,
+        *,
+        reduce_dtype: str | None = None,
+        chunk_bytes: int | None = None,
+        seed: int = 0,
+        nominal_count: float = 1.0,
+    ) -> None:
+        self.world = world if world is not None else init()
+        self.comm = self.world.axis("data")
+        self.model = model
+        self.seed = seed
+        self.step_count = 0
+        self.last_count = self.last_loss_sum = 0.0
+        self.set_nominal_count(nominal_count)
+        compare(self.comm, "model", {"dropout seed": seed})
+        self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
+        self._kernels = kernels.for_device(self.world.device)
+        self._forget_plans()
+        self._reset()
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._leaves: dict[int, frozenset[str]] = {}  # tape signature -> parameters it uses
+
+    def _reset(self) -> None:
+        """Forget what an update gathered so far."""
+        self._signatures: tuple[int, ...] = ()
+        self._count = 0.0
+        self._loss_sum = 0.0
+        self._agreed: tuple[float, float] | None = None
+        self._used: np.ndarray | None = None
+        self._forward_count: int | None = None
+        self._forwarded = 0  # samples of the update that all ranks have run so far
+        self.stop_agreed = False
+
+    @property
+    def layout(self) -> Layout:
+        """The map from names to ranges; freezing and thawing make a new one."""
+        return self._replica.layout
+
+    @property
+    def arena(self) -> GradientArena:
+        """The gradients over ``layout``."""
+        return self._replica.arena
+
+    @property
+    def weights(self) -> Any:
+        """The flat weights over ``layout``."""
+        return self._replica.weights
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """Name to parameter, in registration order; a tied one stands once."""
+        return self._replica.parameters
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """Name to buffer."""
+        return self._replica.buffers
+
+    def set_nominal_count(self, count: float) -> None:
+        """Fix the power of two by which gradient sums are scaled. **Local**, with the same count on every rank."""
+        self.exponent = max(0, round(math.log2(count))) if count >= 1 else 0
+
+    def broadcast(self, *, root: int = 0) -> None:
+        """Give every rank the parameters and buffers of ``root``. **Collective.**"""
+        self._replica.broadcast(root=root)
+
+    def bind_optimizer(self, optimizer: Optimizer) -> None:
+        """Give the optimizer its place over the layout; the first call allocates its state. **Local.**"""
+        self._replica.bind_optimizer(optimizer)
+
+    def freeze(self, *names: str) -> None:
+        """Stop training the named parameters from the next step on.
+
+        **Collective.** Builds a new generation of the layout; weights and moments keep their values.
+
+        Raises:
+            KeyError: no such parameter, on all ranks.
+        """
+        self._train_only(dict.fromkeys(names, False))
+
+    def thaw(self, *names: str) -> None:
+        """Train the named parameters again, their moments starting from zero. **Collective.**"""
+        self._train_only(dict.fromkeys(names, True))
+
+    def _train_only(self, flags: dict[str, bool]) -> None:
+        exchange(self.comm, Kind.FREEZE, self.step_count)
+        self._replica.train_only(flags)
+        self._forget_plans()
+        self._reset()
+
+    # -- one update
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank's share.
+
+        **Collective** while the model trains: the position of the share in the global batch, which keys
+        dropout, follows from the other ranks' lengths, and from earlier calls of the same update. **Local** in
+        evaluation mode.
+        """
+        count = leading_length(inputs, kwargs)
+        if not self.model.training:
+            return self.forward(inputs, kwargs)
+        agreed = exchange(self.comm, Kind.STEP_BEGIN, self.step_count, sums=(count,))
+        start = self._forwarded + self.comm.exclusive_sum(count)
+        self._forwarded += int(agreed.sums[0])
+        return self.forward(inputs, kwargs, start=start, count=count)
+
+    def forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, start: int = 0, count: int | None = None
+    ) -> Any:
+        """Run the model on samples ``start`` to ``start + count`` of the global batch. **Local.**"""
+        if count is None:
+            count = leading_length(inputs, kwargs)
+        self._forward_count = count
+        with samples(SampleContext(self.seed, self.step_count, start, count)):
+            return self.model(*inputs, **kwargs)
+
+    def backward(
+        self, loss: Any, *, count: float | None = None, final: bool = True, stop: bool = False
+    ) -> None:
+        """Add the gradients of one micro-batch, and reduce them over ranks with the last one.
+
+        **Collective** if ``final``, else **Local.** Chunks are reduced as soon as backward has finished them.
+
+        Args:
+            loss: a loss of ``nn`` (its sum and count are used), a scalar Tensor that is the mean over the leading
+                dimension of the last forward, a pair ``(sum, count)``, or None for a rank without samples.
+            count: samples behind a plain scalar, where the model was not called through this object.
+            final: False for all but the last micro-batch of an update.
+            stop: ask all ranks to stop after this update; see ``stop_agreed``.
+
+        Raises:
+            TypeError: a loss of another form.
+            DisagreementError: on all ranks, when they are not in the same step.
+            NonFiniteError: on all ranks, when the global loss sum is NaN or infinite.
+        """
+        try:
+            self._backward(loss, count, final, stop)
+        except BaseException:
+            self._replica.binding.update += 1
+            self._replica.reducer.abandon()
+            self._reset()
+            raise
+
+    def _backward(self, loss: Any, count: float | None, final: bool, stop: bool) -> None:
+        if not self.layout.trainable:
+            error = ValueError(
+                "model: expected at least one trainable parameter, got none; there is nothing to train"
+            )
+            error.agreed = True  # type: ignore[attr-defined]
+            raise error
+        tape: Tape | None = None
+        seed = 0.0
+        if loss is not None:
+            total, factor, local_count = split_loss(loss, count if count is not None else self._forward_count)
+            self._count += local_count
+            self._loss_sum += float(total.data) * factor
+            if local_count:
+                tape = Tape(total)
+                seed = factor * 2.0**-self.exponent
+                self._signatures += (tape.signature,)
+        if not final:
+            if tape is not None:
+                if tape.signature not in self._leaves:
+                    self._leaves[tape.signature] = frozenset(self._replica.names_of(tape.last_write))
+                tape.backward(seed)
+            return
+        plan = self._plan(tape)
+        agreed = exchange(
+            self.comm,
+            Kind.STEP,
+            self.step_count,
+            sums=(self._count, self._loss_sum),
+            used=plan.used_hash if self._signatures else None,
+            layout=self.layout.digest,
+            stop=stop,
+            changed=self._replica.binding.dirty,
+        )
+        if agreed.changed:
+            raise _on_all_ranks(
+                DisagreementError(
+                    "requires_grad: expected flags to stay as they were when the model was wrapped, got a changed "
+                    "one; use freeze() and thaw() on every rank"
+                )
+            )
+        global_count, loss_sum = agreed.sums
+        if not math.isfinite(loss_sum):
+            self._raise_non_finite_loss(loss_sum)
+        for view in plan.unused_views:
+            view.fill(0)
+        if -1 in plan.after:
+            plan.after[-1]()
+        if tape is not None:
+            tape.backward(seed, plan.after)
+        self._replica.reducer.wait()
+        used = plan.used if agreed.used_equal else self._agree_used(plan.used)
+        self._used = None if used.all() else used
+        self._agreed = (global_count, loss_sum)
+        self.stop_agreed = agreed.stop
+
+    def _plan(self, tape: Tape | None) -> _Plan:
+        """Return the plan of this update's tapes, computed once for each combination of signatures."""
+        # A rank whose last share is empty has no tape, although its signatures may equal another update's.
+        key = (*self._signatures, 0 if tape is None else 1)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
+        last_write = {} if tape is None else self._replica.names_of(tape.last_write)
+        used_names = last_write.keys() | {name for s in self._signatures for name in self._leaves.get(s, ())}
+        used = np.zeros(len(self.layout.trainable), dtype=bool)
+        used[[self._replica.index[name] for name in used_names]] = True
+        unused_views = tuple(self.arena[e.name] for e in self.layout.trainable if e.name not in used_names)
+        digest = hashlib.blake2b(used.tobytes(), digest_size=8).digest()
+        plan = _Plan(
+            self._replica.reducer.plan(last_write), unused_views, used, int.from_bytes(digest, "little") >> 2
+        )
+        if len(self._plans) >= _PLANS:
+            self._forget_plans()
+        self._plans[key] = plan
+        return plan
+
+    def _agree_used(self, used: np.ndarray) -> np.ndarray:
+        """Return which parameters any rank used. **Collective.**"""
+        flags = used.astype(np.uint8)
+        self.comm.all_reduce(flags, op="max", lane="urgent")
+        return flags.astype(bool)
+
+    def step(self, optimizer: Optimizer, *, lr: float | None = None, clip_norm: float | None = None) -> float:
+        """Update the weights from the reduced gradients.
+
+        **Local**, with the same arguments on every rank: every replica computes the same bits.
+
+        Args:
+            optimizer: an optimizer of ``optim``; always the same one.
+            lr: the learning rate of this update (default: the optimizer's).
+            clip_norm: scale the averaged gradient by ``min(1, clip_norm / (norm + 1e-6))``.
+
+        Returns:
+            the global mean loss of the update; 0.0 where no rank had anything to count, in which case weights
+            stay as they are.
+
+        Raises:
+            NonFiniteError: on all ranks, when the reduced gradient is NaN or infinite; nothing is updated.
+        """
+        if self._agreed is None:
+            raise RuntimeError(
+                "step: expected a backward() with final=True before it, got none since the last step"
+            )
+        self.bind_optimizer(optimizer)
+        count, loss_sum = self._agreed
+        gradient = self.arena.array
+        kernel = self._kernels
+        try:
+            if count > 0:
+                if not kernel.all_finite(gradient):
+                    self._raise_non_finite_gradient()
+                scale = 2.0**self.exponent / count
+                if clip_norm is not None:
+                    norm = math.sqrt(float(kernel.sum_of_squares(gradient, self.layout.SPAN).sum())) * scale
+                    scale *= min(1.0, clip_norm / (norm + 1e-6))
+                optimizer.apply(
+                    gradient,
+                    0,
+                    self.layout.trainable_size,
+                    scale=scale,
+                    lr=optimizer.lr if lr is None else lr,
+                    used=self._used,
+                )
+                optimizer.finish_update(self._used)
+        finally:
+            self._replica.binding.update += 1
+            stop = self.stop_agreed
+            self._reset()
+            self.stop_agreed = stop
+        self.step_count += 1
+        self.last_count, self.last_loss_sum = count, loss_sum
+        return loss_sum / count if count else 0.0
+
+    def check_replicas(self) -> None:
+        """Check that weights, moments and buffers hold the same bits on every rank.
+
+        **Collective.**
+
+        Raises:
+            DivergenceError: on all ranks, naming the rank and the parameter.
+        """
+        exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
+        self._replica.check(self.step_count)
+
+    # -- errors that all ranks see
+
+    def _raise_non_finite_loss(self, loss_sum: float) -> None:
+        mine = np.zeros(self.comm.size, dtype=np.uint8)
+        mine[self.comm.rank] = not math.isfinite(self._loss_sum)
+        self.comm.all_reduce(mine, op="max", lane="urgent")
+        ranks = ", ".join(str(rank) for rank in np.flatnonzero(mine)) or "no single one"
+        raise _on_all_ranks(
+            NonFiniteError(
+                f"loss: expected a finite sum at step {self.step_count}, got {loss_sum} (from rank {ranks}); "
+                "look at the learning rate and at that rank's samples"
+            )
+        )
+
+    def _raise_non_finite_gradient(self) -> None:
+        # The reduced gradient is the same on every rank, so all of them come here.
+        name = next(
+            (
+                e.name
+                for e in self.layout.trainable
+                if not self._kernels.all_finite(self.arena.array[e.start : e.stop])
+            ),
+            "(padding)",
+        )
+        raise _on_all_ranks(
+            NonFiniteError(
+                f"gradient: expected finite values at step {self.step_count}, got NaN or infinity first in {name}; "
+                "nothing was updated; look at the learning rate and the data"
+            )
+        )
+
+
+def _on_all_ranks(error: MpdpError) -> MpdpError:
+    """Mark an error that every rank raises by itself from what all know."""
+    error.agreed = True
+    return error

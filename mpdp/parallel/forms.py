@@ -1,0 +1,48 @@
+"""The forms in which a program hands over losses and inputs, brought to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..autodiff import Tensor
+
+
+def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, float]:
+    """Return (tensor, factor, count) such that tensor * factor is the loss sum. **Local.**
+
+    Raises:
+        TypeError: a loss of no known form.
+        ValueError: a tensor that is not a scalar, or a plain scalar without a count.
+    """
+    if isinstance(loss, tuple) and len(loss) == 2:
+        total, count = loss
+        if isinstance(total, Tensor) and total.size == 1:
+            return total, 1.0, float(count.data if isinstance(count, Tensor) else count)
+    elif isinstance(loss, Tensor):
+        count = getattr(loss, "count", None)
+        if count is not None and isinstance(loss.sum, Tensor):
+            return loss.sum, 1.0, float(count)
+        if loss.size != 1:
+            raise ValueError(
+                f"loss: expected a scalar, got shape {tuple(loss.shape)}; take the mean over the leading dimension, "
+                "or return (sum, count)"
+            )
+        if samples_seen is None:
+            raise ValueError(
+                "loss: expected a count beside a plain scalar, got none; call the model through this object "
+                "or pass count="
+            )
+        return loss, float(samples_seen), float(samples_seen)
+    raise TypeError(
+        "loss: expected a scalar Tensor, a loss of mpdp.nn or a pair (sum, count) with a Tensor sum, "
+        f"got {type(loss).__name__}"
+    )
+
+
+def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of samples in a model's inputs: their common leading length. **Local.**"""
+    for value in (*inputs, *kwargs.values()):
+        shape = getattr(value, "shape", None)
+        if shape:
+            return int(shape[0])
+    raise ValueError("inputs: expected an array with a leading sample dimension, got none")

@@ -1,0 +1,147 @@
+"""The step record: the few numbers that all ranks agree on before they reduce anything.
+
+Every collective of the library that a program calls (a step, an evaluation, a save) begins with this one
+exchange on the urgent lane, always of the same form. So when one rank saves while another trains, the two
+exchanges meet, differ in ``kind``, and every rank gets an error that says who is where, instead of a sum of
+different things.
+Maxima are taken of x and of ~x: both extremes of x in one message, hence equality.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..comm import Communicator
+from ..errors import DisagreementError
+
+_SUMS = 4
+_EQUAL = ("kind", "step", "layout")
+_ANY = np.iinfo(np.int64).min  # loses every maximum: "this rank does not care"
+
+
+class Kind(IntEnum):
+    """Which call of the library a rank is in."""
+
+    STEP_BEGIN = 1
+    STEP = 2
+    EVALUATE = 3
+    SAVE = 4
+    RESUME = 5
+    FIT = 6
+    FINISH = 7
+    CHECK_REPLICAS = 8
+    FREEZE = 9
+    EPOCH = 10
+
+
+_CALLS = {
+    Kind.STEP_BEGIN: "step()",
+    Kind.STEP: "step()",
+    Kind.EVALUATE: "evaluate()",
+    Kind.SAVE: "save()",
+    Kind.RESUME: "resume()",
+    Kind.FIT: "fit()",
+    Kind.FINISH: "Reducer.finish()",
+    Kind.CHECK_REPLICAS: "check_replicas()",
+    Kind.FREEZE: "freeze() or thaw()",
+    Kind.EPOCH: "the end of an epoch in fit()",
+}
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the exchange settled.
+
+    Attributes:
+        sums: float64 sums over ranks.
+        used_equal: every rank that knows uses the same set of parameters.
+        stop: some rank asked to stop.
+        changed: on some rank a trainable flag was changed behind the layout's back.
+    """
+
+    sums: tuple[float, ...]
+    used_equal: bool
+    stop: bool
+    changed: bool
+
+
+def exchange(
+    comm: Communicator,
+    kind: Kind,
+    step: int,
+    *,
+    sums: Sequence[float] = (),
+    used: int | None = None,
+    layout: int | None = None,
+    stop: bool = False,
+    changed: bool = False,
+) -> Agreed:
+    """Exchange one step record.
+
+    **Collective.** Two small messages on the urgent lane.
+
+    Args:
+        comm: the ranks.
+        kind: the call this rank is in.
+        step: updates finished before it.
+        sums: up to four numbers to add over ranks, such as the count and the loss sum.
+        used: 62-bit hash of the set of parameters this rank used; None for a rank without samples.
+        layout: digest of the layout the call works on; None where it does not matter.
+        stop: this rank asks all to stop after this step.
+        changed: this rank's parameters are no longer trained as the layout says.
+
+    Raises:
+        DisagreementError: on all ranks, when kinds, steps or layouts differ.
+    """
+    if comm.size == 1:
+        return Agreed(tuple(float(x) for x in sums), used is not None, stop, changed)
+    values = (int(kind), step, layout, used)
+    extremes = np.full(2 * len(values) + 3, _ANY, dtype=np.int64)
+    for i, value in enumerate(values):
+        if value is not None:
+            extremes[2 * i], extremes[2 * i + 1] = value, ~value
+    extremes[-3:] = used is None, stop, changed
+    comm.all_reduce(extremes, op="max", lane="urgent")
+    totals = np.zeros(_SUMS, dtype=np.float64)
+    totals[: len(sums)] = sums
+    comm.all_reduce(totals, op="sum", lane="urgent")
+    agreed = [extremes[2 * i] == ~extremes[2 * i + 1] or extremes[2 * i] == _ANY for i in range(len(values))]
+    if not all(agreed[: len(_EQUAL)]):
+        _raise_difference(comm, kind, step, layout)
+    used_equal = bool(agreed[len(_EQUAL)]) and not extremes[-3]
+    return Agreed(tuple(totals[: len(sums)].tolist()), used_equal, bool(extremes[-2]), bool(extremes[-1]))
+
+
+def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:
+    """Gather who is where, and raise it on all ranks: each of them saw that they differ."""
+    texts = comm.all_gather_bytes(json.dumps([int(kind), step, layout]).encode())
+    places: dict[tuple[int, int, int | None], list[int]] = {}
+    for rank, text in enumerate(texts):
+        k, s, l = json.loads(text)
+        places.setdefault((k, s, l), []).append(rank)
+    listed = "; ".join(
+        f"rank {', '.join(map(str, ranks))} in {_CALLS[Kind(k)]} at step {s}"
+        for (k, s, _), ranks in places.items()
+    )
+    first = _CALLS[Kind(min(places)[0])] if len({k for k, _, _ in places}) == 1 else _odd_one_out(places)
+    error = DisagreementError(
+        f"{first}: expected every rank to call it at the same step, got {listed}; "
+        "call it on all ranks, in the same order"
+    )
+    error.agreed = True
+    raise error
+
+
+def _odd_one_out(places: dict[tuple[int, int, int | None], list[int]]) -> str:
+    """Name the rarer call: the one that a rank makes alone."""
+    ranks_in: dict[int, int] = {}
+    for (k, _, _), ranks in places.items():
+        ranks_in[k] = ranks_in.get(k, 0) + len(ranks)
+    # A step is what everybody does; at equal counts the other call is the surprise.
+    kind = min(ranks_in, key=lambda k: (ranks_in[k], k in (Kind.STEP, Kind.STEP_BEGIN)))
+    return _CALLS[Kind(kind)]

@@ -1,0 +1,193 @@
+"""The reducer: sum gradients over ranks, chunk by chunk, while backward still runs.
+
+Chunks are reduced strictly in index order on every rank, whichever order they become ready in; that is what makes
+messages match without negotiation. Two ways in: :meth:`Reducer.ready` for gradients computed by hand, and a
+:class:`FlushPlan` computed once for a tape, whose Python work in a step is proportional to chunks, not parameters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ..comm import Communicator, Request
+from .arena import GradientArena
+from .chunks import chunk_table
+from .record import Kind, exchange
+
+FlushPlan = Mapping[int, Callable[[], None]]
+
+
+class Reducer:
+    """Reduce a gradient arena over ranks.
+
+    **Collective** to construct: compares layouts and chunk tables.
+
+    Args:
+        arena: the gradients.
+        comm: the ranks (default: the arena's).
+        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+
+    Attributes:
+        chunks: the (start, stop) element ranges that are reduced at once, in order.
+        step: finished reductions.
+
+    Example:
+        >>> import mpdp
+        >>> arena = mpdp.GradientArena({"w": (3, 2), "b": (3,)}, "float32", "cpu")
+        >>> reducer = mpdp.Reducer(arena)
+        >>> arena["b"][...] = 4.0
+        >>> reducer.ready("b")
+        >>> arena["w"][...] = 2.0
+        >>> reducer.finish(count=2)
+        2.0
+        >>> float(arena["b"][0])
+        2.0
+    """
+
+    def __init__(
+        self, arena: GradientArena, comm: Communicator | None = None, chunk_bytes: int | None = None
+    ) -> None:
+        from ..comm.agreement import compare
+
+        self.arena = arena
+        self.comm = comm if comm is not None else arena.comm
+        layout = arena.layout
+        self.chunks = chunk_table(layout.trainable_size, arena.dtype.itemsize, chunk_bytes)
+        self._starts = [start for start, _ in self.chunks]
+        self._views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
+        self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
+        self._members = [0] * len(self.chunks)
+        for first, last in self._span.values():
+            for chunk in range(first, last):
+                self._members[chunk] += 1
+        compare(
+            self.comm,
+            "gradient arena",
+            {
+                **{e.name: f"{arena.dtype.name}{list(e.shape)}" for e in layout.entries},
+                "chunk table": self.chunks,
+            },
+        )
+        self.step = 0
+        self._announced: set[str] = set()
+        self._pending = list(self._members)
+        self._next = 0
+        self._requests: list[Request] = []
+
+    def _chunks_of(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the half-open range of chunks that hold elements start to stop."""
+        if start == stop:
+            return (0, 0)
+        return bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1)
+
+    def ready(self, name: str) -> None:
+        """Say that a gradient is final; starts the chunks that are complete with it.
+
+        **Collective** in effect: what it starts, every rank starts, in the same order of chunks. The order of the
+        calls may differ between ranks. Names that are never announced are reduced by :meth:`finish`, as they
+        stand in the arena: where a rank does not use a parameter it writes zeros.
+
+        Raises:
+            KeyError: no such parameter.
+            ValueError: announced twice in one step.
+        """
+        if name in self._announced:
+            raise ValueError(f"name: expected one announcement a step, got a second for {name!r}")
+        try:
+            first, last = self._span[name]
+        except KeyError:
+            self.arena.layout[name]
+            raise ValueError(f"name: expected a trainable parameter, got the frozen {name!r}") from None
+        self._announced.add(name)
+        pending = self._pending
+        for chunk in range(first, last):
+            pending[chunk] -= 1
+        if first <= self._next < last:
+            upto = self._next
+            while upto < len(pending) and pending[upto] == 0:
+                upto += 1
+            self.flush(upto)
+
+    def plan(self, last_write: Mapping[str, int]) -> FlushPlan:
+        """Return, for a tape, after which backward positions which chunks are started.
+
+        **Local.** Computed once a tape signature; the calls it holds take O(chunks) a step.
+
+        Args:
+            last_write: parameter name to the position, in backward order, of the last operation that writes its
+                gradient. Parameters that are left out are final from the start.
+        """
+        ready_at = [-1] * len(self.chunks)
+        for name, position in last_write.items():
+            first, last = self._span[name]
+            for chunk in range(first, last):
+                ready_at[chunk] = max(ready_at[chunk], position)
+        upto: dict[int, int] = {}
+        position = -1
+        for chunk, at in enumerate(ready_at):
+            position = max(position, at)  # a chunk waits for those before it
+            upto[position] = chunk + 1
+        return {position: partial(self.flush, count) for position, count in upto.items()}
+
+    def flush(self, upto: int) -> None:
+        """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
+        while self._next < upto:
+            self._requests.append(self.comm.start_all_reduce(self._views[self._next]))
+            self._next += 1
+
+    def wait(self) -> None:
+        """Start what is left, wait for every chunk and make ready for the next step. **Collective.**"""
+        self.flush(len(self.chunks))
+        for request in self._requests:
+            request.wait()
+        self._requests.clear()
+        self._next = 0
+        if self._announced:
+            self._announced.clear()
+            self._pending[:] = self._members
+        self.step += 1
+
+    def abandon(self) -> None:
+        """Forget a step that was broken off, without a message. **Local.**"""
+        self._requests.clear()
+        self._next = 0
+        self._announced.clear()
+        self._pending[:] = self._members
+
+    def finish(self, count: float | None = None) -> float | None:
+        """Return once every gradient in the arena is the sum over ranks.
+
+        **Collective.**
+
+        Args:
+            count: samples (or tokens) that this rank's gradients are the sum over; the reduced gradients are
+                then divided by the global count. None leaves the sums.
+
+        Returns:
+            the global count, or None.
+
+        Raises:
+            DisagreementError: on all ranks, when a rank skipped a step or is in another call.
+            ValueError: a negative count, or a global count of zero.
+        """
+        if count is not None and not count >= 0:
+            raise ValueError(f"count: expected a number of samples of 0 or more, got {count}")
+        step = self.step
+        self.wait()
+        agreed = exchange(
+            self.comm, Kind.FINISH, step, sums=(count or 0.0, count is None), layout=self.arena.layout.digest
+        )
+        total, without = agreed.sums
+        if without not in (0, self.comm.size):
+            raise ValueError(
+                f"count: expected one on every rank or on none, got none on {without:.0f} of {self.comm.size}"
+            )
+        if count is None:
+            return None
+        if total == 0:
+            raise ValueError("count: expected a global count above 0, got 0; no rank had a sample")
+        self.arena.array *= self.arena.dtype.type(1.0 / total)
+        return total
