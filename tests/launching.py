@@ -9,6 +9,7 @@ A script that a job runs may use :func:`record` to hand a value back to the test
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -222,10 +223,8 @@ def _no_core() -> None:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.kill(pid, number)
-    except OSError:
-        pass
 
 
 def _print_stacks(mark: str) -> None:

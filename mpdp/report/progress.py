@@ -1,0 +1,103 @@
+"""Progress of a run on stderr: a bar on a terminal, one line an epoch elsewhere.
+
+Only rank 0 makes one. A closed or narrow-minded stream never stops a training: what cannot be written is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+_REFRESH_SECONDS = 0.1
+
+
+class Progress:
+    """Show how far a run is.
+
+    **Local.**
+
+    Args:
+        shown: whether this rank shows anything.
+        total: updates of the whole run, or None.
+        done: updates finished before.
+        size: ranks, for the heading of a line.
+    """
+
+    def __init__(self, shown: bool, total: int | None, done: int, size: int) -> None:
+        self._shown = shown
+        self._total = total
+        self._size = size
+        self._bar: Any = None
+        self._samples = 0
+        self._start = time.monotonic()
+        self._last = 0.0
+        self._done = done
+        if shown and _is_terminal():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total,
+                initial=done,
+                unit="step",
+                file=sys.stderr,
+                ascii=not _takes_unicode(),
+                leave=True,
+                mininterval=_REFRESH_SECONDS,
+            )
+
+    def step(self, loss: float, samples: int) -> None:
+        """Count one update of ``samples`` samples."""
+        self._samples += samples
+        self._done += 1
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        self._bar.update(1)
+        if now - self._last > _REFRESH_SECONDS:
+            self._last = now
+            rate = self._samples / max(now - self._start, 1e-9)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} samples/s", refresh=False)
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Report a finished epoch and its row of the history."""
+        if not self._shown:
+            return
+        elapsed = time.monotonic() - self._start
+        rate = self._samples / max(elapsed, 1e-9)
+        numbers = " ".join(f"{k} {v:.4f}" for k, v in row.items() if isinstance(v, float))
+        left = ""
+        if self._total and self._done:
+            left = f" {max(0.0, elapsed / max(1, self._done) * (self._total - self._done)):.0f} s left"
+        self._write(f"[0/{self._size}] epoch {row['epoch']} {numbers} {rate:,.0f} samples/s{left}")
+
+    def say(self, text: str) -> None:
+        """Write one line beside the bar."""
+        if self._shown:
+            self._write(f"[0/{self._size}] {text}")
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._bar.close()
+            self._bar = None
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stderr)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _takes_unicode() -> bool:
+    return (getattr(sys.stderr, "encoding", None) or "ascii").lower().replace("-", "").startswith("utf")

@@ -1,0 +1,11 @@
+"""Training: the loop that people expect around ``parallel``, its files and its callbacks.
+
+``trainer`` is the public class, ``step`` one update, ``evaluation`` exact metrics, ``checkpoint`` the format on disk,
+``run_folder`` what else a run leaves there, ``callbacks`` the hooks.
+"""
+
+from .callbacks import Callback
+from .run_folder import new_run_dir
+from .trainer import History, Trainer
+
+__all__ = ["Callback", "History", "Trainer", "new_run_dir"]

@@ -1,0 +1,114 @@
+"""Checks of what a program hands to the trainer; each is local, and the trainer has all ranks agree on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..data import ArrayDataset, split_batch
+from ..nn import Module, losses
+from ..optim import Optimizer
+from ..world import World
+from .evaluation import metric_name
+
+__all__ = ["cast", "check", "check_labels", "metric_name"]
+
+PRECISIONS = ("float32", "float64")
+
+
+def check(
+    *,
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    schedule: Any,
+    precision: Any,
+    placement: Any,
+    accumulate: Any,
+    clip_norm: Any,
+    seed: Any,
+    graph: Any,
+    save_every: Any,
+    keep: Any,
+    run_dir: Any,
+    callbacks: Sequence[Any],
+) -> None:
+    """Refuse arguments of the constructor that cannot work. **Local.**"""
+    if not isinstance(model, Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss: expected a function loss(output, target), got {type(loss).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected one of mpdp.optim, got {type(optimizer).__name__}")
+    if not callable(schedule):
+        raise TypeError(f"schedule: expected a function of the update's index, got {type(schedule).__name__}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if placement != "replicated":
+        raise ValueError(f'placement: expected "replicated", got {placement!r}')
+    if graph not in ("auto", False):
+        raise ValueError(f'graph: expected "auto" or False, got {graph!r}')
+    for name, value in (("accumulate", accumulate), ("keep", keep)):
+        if not _whole(value) or value < 1:
+            raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+    if save_every is not None and (not _whole(save_every) or save_every < 1):
+        raise ValueError(f"save_every: expected an integer of 1 or more, or None, got {save_every!r}")
+    if save_every is not None and run_dir is None:
+        raise ValueError(f"save_every: expected a run_dir to save in, got {save_every} without one")
+    if not _whole(seed):
+        raise ValueError(f"seed: expected an integer, got {seed!r}")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise ValueError(f"clip_norm: expected a number above 0, or None, got {clip_norm!r}")
+    for callback in callbacks:
+        for method in ("on_step", "on_epoch", "on_validation", "on_checkpoint", "on_exception"):
+            if not callable(getattr(callback, method, None)):
+                raise TypeError(
+                    f"callbacks: expected objects with the methods of mpdp.Callback, got {type(callback).__name__} "
+                    f"without {method}; derive it from mpdp.Callback"
+                )
+
+
+def cast(model: Module, precision: str, world: World) -> None:
+    """Widen a float32 model to float64 where that is asked for; refuse to narrow one. **Local.**"""
+    widened = False
+    for name, parameter in model.named_parameters():
+        dtype = np.dtype(parameter.dtype).name
+        if dtype == precision:
+            continue
+        if dtype == "float32" and precision == "float64":
+            parameter.data = parameter.data.astype("float64")
+            widened = True
+        else:
+            raise TypeError(
+                f"precision: expected parameters of dtype {precision}, got {dtype} in {name}; "
+                f'pass precision="{dtype}" or build the layers with dtype="{precision}"'
+            )
+    if widened:
+        world.log("info", 'precision: widened the parameters from float32 to float64 for precision="float64"')
+
+
+def check_labels(function: Any, dataset: Any, output: Any) -> None:
+    """Check all labels of an in-memory data set, where the loss takes class indices. **Local.**
+
+    Args:
+        function: the loss function.
+        dataset: what ``fit`` trains on.
+        output: the model's output for the first samples; its last axis counts the classes.
+
+    Raises:
+        TypeError: labels that are not integers.
+        ValueError: a label out of range, naming the sample.
+    """
+    keywords: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        function, keywords = function.func, function.keywords
+    if function is losses.cross_entropy and isinstance(dataset, ArrayDataset):
+        ignore_index = keywords.get("ignore_index", -100)
+        losses.check_class_indices(split_batch(dataset.arrays)[2], int(output.shape[-1]), ignore_index)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

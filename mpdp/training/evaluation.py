@@ -1,0 +1,102 @@
+"""Exact evaluation: every sample once, whatever the number of ranks, and one reduction at the end.
+
+Metrics are sums and counts in float64. Nothing is padded and nothing is repeated, so ranks may see different numbers
+of batches; no collective happens until all have seen theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..autodiff import Tensor, no_grad
+from ..comm import Communicator
+from ..data import MicroBatch, check_dataset
+from ..parallel.forms import split_loss
+
+Metric = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Tally:
+    """Sums and counts of a loss and of metrics over the micro-batches that this rank has seen.
+
+    Args:
+        metrics: functions ``metric(output, target) -> (sum, count)``, named by their ``__name__``.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self.metrics = tuple(metrics)
+        self.values = np.zeros((1 + len(self.metrics), 2), dtype=np.float64)
+
+    def add_loss(self, loss: Any, count: int) -> None:
+        """Add one micro-batch's loss. **Local.**"""
+        total, factor, seen = split_loss(loss, count)
+        if seen:
+            self.values[0] += (float(total.data) * factor, seen)
+
+    def add_metrics(self, output: Any, target: Any) -> None:
+        """Add one micro-batch's metrics. **Local.**"""
+        for i, metric in enumerate(self.metrics):
+            total, count = metric(output, target)
+            self.values[1 + i] += (_number(total), _number(count))
+
+    def reduced(self, comm: Communicator) -> dict[str, float]:
+        """Return the global means by name; NaN where nothing was counted. **Collective.**"""
+        flat = self.values.reshape(-1).copy()
+        comm.all_reduce(flat, lane="urgent")
+        names = ["loss", *(metric_name(metric) for metric in self.metrics)]
+        return {
+            name: float(total / count) if count else float("nan")
+            for name, (total, count) in zip(names, flat.reshape(-1, 2))
+        }
+
+
+def evaluate(
+    forward: Callable[[MicroBatch], Any],
+    loss: Callable[[Any, Any], Any],
+    batches: Iterable[Sequence[MicroBatch]],
+    metrics: Sequence[Metric],
+) -> Tally:
+    """Run the model over this rank's shares and tally them. **Local.**"""
+    tally = Tally(metrics)
+    with no_grad():
+        for parts in batches:
+            for part in parts:
+                if part.count:
+                    output = forward(part)
+                    tally.add_loss(loss(output, part.target), part.count)
+                    tally.add_metrics(output, part.target)
+    return tally
+
+
+def metric_name(metric: Metric) -> str:
+    """Return a metric's name: its ``__name__``, or its class's. **Local.**"""
+    return getattr(metric, "__name__", type(metric).__name__)
+
+
+def check_evaluation(dataset: Any, metrics: Sequence[Metric]) -> None:
+    """Refuse what is no data set or no metric. **Local.**"""
+    check_dataset(dataset)
+    check_metrics(metrics)
+
+
+def check_metrics(metrics: Sequence[Metric]) -> None:
+    """Refuse what is no metric. **Local.**"""
+    names = []
+    for metric in metrics:
+        if not callable(metric):
+            raise TypeError(
+                f"metrics: expected functions metric(output, target), got {type(metric).__name__}"
+            )
+        names.append(metric_name(metric))
+    for name in names:
+        if names.count(name) > 1 or name in ("loss", "epoch", "step"):
+            raise ValueError(
+                f"metrics: expected distinct names other than loss, epoch and step, got {name!r}"
+            )
+
+
+def _number(value: Any) -> float:
+    return float(value.data) if isinstance(value, Tensor) else float(value)

@@ -1,0 +1,114 @@
+"""FitPlan: the arguments of one call of ``fit``, checked, and what follows from them by arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..data import batches, check_dataset
+from .evaluation import Metric, check_metrics, metric_name
+from .position import Position
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What ``fit`` was asked to do; see :meth:`mpdp.Trainer.fit` for the fields."""
+
+    dataset: Any
+    epochs: int | None
+    updates: int | None
+    global_batch_size: Any
+    shuffle: bool
+    drop_last: bool
+    validation: Any
+    metrics: Sequence[Metric]
+
+    def check(self, accumulate: int) -> None:
+        """Refuse what cannot be done.
+
+        **Local.**
+
+        Raises:
+            TypeError: something that is no data set, number or metric.
+            ValueError: a number out of range, or data without samples.
+        """
+        check_dataset(self.dataset)
+        if self.validation is not None:
+            _check_validation(self.validation)
+        if self.epochs is None and self.updates is None:
+            raise ValueError("epochs: expected epochs= or updates=, got neither; say when to stop")
+        for name, value in (("epochs", self.epochs), ("updates", self.updates)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}")
+        size = self.global_batch_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"global_batch_size: expected an integer of 1 or more (samples per update over all ranks), got {size!r}"
+            )
+        if size < accumulate:
+            raise ValueError(
+                f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}"
+            )
+        check_metrics(self.metrics)
+        if len(self.dataset) == 0:
+            raise ValueError("dataset: expected at least one sample, got an empty data set")
+        if self.per_epoch == 0:
+            raise ValueError(
+                f"global_batch_size: expected at most the {len(self.dataset)} samples of the data set with "
+                f"drop_last, got {size}"
+            )
+
+    @property
+    def per_epoch(self) -> int:
+        """Updates in an epoch."""
+        return len(batches(len(self.dataset), self.global_batch_size, self.drop_last))
+
+    @property
+    def total(self) -> int:
+        """Updates of the whole run."""
+        ends = []
+        if self.epochs is not None:
+            ends.append(self.epochs * self.per_epoch)
+        if self.updates is not None:
+            ends.append(self.updates)
+        return min(ends)
+
+    def updates_left(self, position: Position, step_count: int) -> int:
+        """Return how many updates a run at this position still has to do."""
+        ends = []
+        if self.epochs is not None:
+            ends.append((self.epochs - position.epoch) * self.per_epoch - position.batch)
+        if self.updates is not None:
+            ends.append(self.updates - step_count)
+        return max(0, min(ends))
+
+    def samples(self, batch: int) -> int:
+        """Return the number of samples in the global batch ``batch`` of an epoch."""
+        return min(self.global_batch_size, len(self.dataset) - batch * self.global_batch_size)
+
+    def order(self) -> dict[str, Any]:
+        """Return what decides which samples stand in which global batch."""
+        return {
+            "length of the data set": len(self.dataset),
+            "global_batch_size": self.global_batch_size,
+            "shuffle": bool(self.shuffle),
+            "drop_last": bool(self.drop_last),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return what all ranks must have been asked alike."""
+        return {
+            **self.order(),
+            "epochs": self.epochs,
+            "updates": self.updates,
+            "length of the validation data": None if self.validation is None else len(self.validation),
+            "metrics": [metric_name(metric) for metric in self.metrics],
+        }
+
+
+def _check_validation(dataset: Any) -> None:
+    try:
+        check_dataset(dataset)
+    except TypeError as error:
+        raise TypeError(str(error).replace("dataset:", "validation:", 1)) from None

@@ -1,0 +1,161 @@
+"""Saving a trainer's state and taking it up again, on any number of ranks.
+
+One rank reads and decides; the others get what it decided and the bytes themselves, so a checkpoint needs to be visible
+to rank 0 only, and a directory that one node does not see yet cannot send ranks different ways.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..autodiff import Tensor
+from ..comm.agreement import agree, on_root
+from ..errors import CheckpointError
+from ..parallel.record import Kind, exchange
+from . import checkpoint
+from .position import Position
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def save(trainer: Trainer) -> Path:
+    """Write a checkpoint and return its directory. **Collective.**"""
+    comm = trainer.world.axis("data")
+    exchange(comm, Kind.SAVE, trainer.step_count)
+    root = trainer.folder.checkpoints
+
+    def write() -> Path:
+        trainer.folder.flush()
+        path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
+        checkpoint.prune(root, trainer.keep)
+        return path
+
+    path = on_root(comm, write)
+    return Path(comm.broadcast_bytes(str(path).encode() if comm.rank == 0 else None).decode())
+
+
+def resume(trainer: Trainer, path: Path | None) -> bool:
+    """Take up the newest complete checkpoint of the run folder, or the one at ``path``. **Collective.**"""
+    comm = trainer.world.axis("data")
+    exchange(comm, Kind.RESUME, trainer.step_count)
+
+    def find() -> tuple[Any, list[str]]:
+        if path is not None:
+            found = checkpoint.read(path)
+            return (found, checkpoint.load(found)), []
+        return checkpoint.newest(trainer.folder.checkpoints)
+
+    result = on_root(comm, find)
+    found, reasons = result if result is not None else (None, [])
+    for reason in reasons:
+        trainer.world.log("warning", f"resume: passed over a checkpoint: {reason}")
+    text = json.dumps(None if found is None else found[0].state).encode()
+    state = json.loads(comm.broadcast_bytes(text if comm.rank == 0 else None))
+    if state is None:
+        return False
+    agree(comm, _misfit(trainer, state))
+    _restore(trainer, state, found[1] if found is not None else None)
+    return True
+
+
+def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Return the state's arrays by name, each parameter once."""
+    parallel, optimizer = trainer.parallel, trainer.optimizer
+    xp = trainer.world.device.xp
+    host = xp.asnumpy if xp is not np else np.asarray
+    tensors = {f"weights/{name}": host(p.data) for name, p in parallel.parameters.items()}
+    for slot, flat in optimizer.state.items():
+        for entry in parallel.layout.trainable:
+            tensors[f"optimizer/{slot}/{entry.name}"] = host(parallel.layout.view(flat, entry.name))
+    for name, buffer in parallel.buffers.items():
+        tensors[f"buffers/{name}"] = host(buffer.data)
+    return tensors
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    parallel = trainer.parallel
+    return {
+        "step": trainer.step_count,
+        "position": trainer.position.state()
+        | {"saved_step": trainer.step_count, "log_rows": trainer.folder.rows},
+        "seed": trainer.seed,
+        "exponent": parallel.exponent,
+        "precision": trainer.precision,
+        "optimizer": trainer.optimizer.describe(),
+        "updates": {
+            entry.name: int(count)
+            for entry, count in zip(parallel.layout.trainable, trainer.optimizer.updates)
+        },
+        "parameters": {
+            name: [list(p.shape), str(p.dtype), bool(p.requires_grad)]
+            for name, p in parallel.parameters.items()
+        },
+        "buffers": {name: [list(b.shape), str(b.dtype)] for name, b in parallel.buffers.items()},
+        "accumulate": trainer.accumulate,
+        "world_size": trainer.world.size,
+    }
+
+
+def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
+    """Return the error that lists all differences between a checkpoint and this trainer, or None."""
+    problems = []
+    held: dict[str, Mapping[str, Tensor]] = {
+        "parameter": trainer.parallel.parameters,
+        "buffer": trainer.parallel.buffers,
+    }
+    for kind, tensors in held.items():
+        stored = state[f"{kind}s"]
+        problems += [f"missing {kind} {name}" for name in tensors if name not in stored]
+        problems += [f"unexpected {kind} {name}" for name in stored if name not in tensors]
+        for name, tensor in tensors.items():
+            mine = [list(tensor.shape), str(tensor.dtype)]
+            if name in stored and stored[name][:2] != mine:
+                problems.append(
+                    f"{kind} {name} is {stored[name][1]}{stored[name][0]} there, {mine[1]}{mine[0]} here"
+                )
+    for what, number in (("seed", trainer.seed), ("accumulate", trainer.accumulate)):
+        if state[what] != number:
+            problems.append(f"{what} is {state[what]} there, {number} here")
+    there, here = state["optimizer"].get("class"), trainer.optimizer.describe().get("class")
+    if there != here:
+        problems.append(f"optimizer is {there} there, {here} here")
+    if not problems:
+        return None
+    return CheckpointError(
+        f"checkpoint: expected one of the same model and trainer, got {len(problems)} differences: "
+        f"{'; '.join(problems)}; nothing was loaded"
+    )
+
+
+def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> None:
+    """Put the state in place: tensors are read on rank 0 and broadcast into the arenas. **Collective.**"""
+    parallel, optimizer, comm = trainer.parallel, trainer.optimizer, trainer.world.axis("data")
+    flags = {name: stored[2] for name, stored in state["parameters"].items()}
+    changed = [name for name, flag in flags.items() if parallel.parameters[name].requires_grad != flag]
+    if changed:
+        parallel.thaw(*[name for name in changed if flags[name]])
+        parallel.freeze(*[name for name in changed if not flags[name]])
+    layout = parallel.layout
+    if tensors is not None:
+        xp = trainer.world.device.xp
+        for name, parameter in parallel.parameters.items():
+            parameter.data[...] = xp.asarray(tensors[f"weights/{name}"])
+        for slot, flat in optimizer.state.items():
+            for entry in layout.trainable:
+                layout.view(flat, entry.name)[...] = xp.asarray(tensors[f"optimizer/{slot}/{entry.name}"])
+        for name, buffer in parallel.buffers.items():
+            buffer.data[...] = xp.asarray(tensors[f"buffers/{name}"])
+    parallel.broadcast()
+    for flat in optimizer.state.values():
+        comm.broadcast(flat)
+    updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
+    optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
+    parallel.step_count = state["step"]
+    parallel.exponent = state["exponent"]
+    trainer.position = Position(**state["position"])

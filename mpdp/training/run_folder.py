@@ -1,0 +1,158 @@
+"""The run folder: log, configuration and checkpoints of one run, written by rank 0 alone.
+
+``log.jsonl`` holds one JSON object a line: ``{"kind": "step", "step", "epoch", "loss", "lr", "seconds"}`` after
+each update and ``{"kind": "epoch", "epoch", "step", "loss", ...}`` after each epoch. A resumed run cuts the log
+back to the checkpoint, so every step stands in it once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm.agreement import on_root
+from ..world import World, init
+from . import checkpoint
+
+_FLUSH_SECONDS = 1.0
+
+
+class RunFolder:
+    """What rank 0 writes; on other ranks and without a folder every method does nothing.
+
+    **Local.**
+
+    Args:
+        path: the run's folder, or None.
+        writes: whether this rank is the one that writes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, writes: bool) -> None:
+        self.path = None if path is None else Path(path)
+        self.writes = writes and self.path is not None
+        self._log: Path | None = None
+        self._pending: list[str] = []
+        self._flushed = 0.0
+        self._stepped = time.monotonic()
+        self.rows = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        if self.path is None:
+            raise ValueError(
+                "run_dir: expected a folder for checkpoints, got None; pass run_dir= to the Trainer"
+            )
+        return self.path / "checkpoints"
+
+    @property
+    def used(self) -> bool:
+        """Whether an earlier run left a log or checkpoints here."""
+        if self.path is None:
+            return False
+        log = self.path / "log.jsonl"
+        return (log.exists() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
+
+    def open(self, config: dict[str, Any], keep_rows: int | None) -> None:
+        """Make the folder, check that it can be written, and open the log.
+
+        Args:
+            config: what ``config.json`` holds beside versions and host.
+            keep_rows: rows of an existing log to keep; None starts an empty one.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if not self.writes or self.path is None:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
+        log = self.path / "log.jsonl"
+        lines = (
+            log.read_text(encoding="utf-8").splitlines(keepends=True) if keep_rows and log.exists() else []
+        )
+        kept = lines[: keep_rows or 0]
+        temporary = log.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, log)
+        self.rows = len(kept)
+        self._log = log
+
+    def row(self, **fields: Any) -> None:
+        """Append one row to the log; it reaches the file within about a second."""
+        if self._log is None:
+            return
+        self._pending.append(json.dumps(fields) + "\n")
+        self.rows += 1
+        now = time.monotonic()
+        if now - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+            self._flushed = now
+
+    def step_row(self, step: int, epoch: int, loss: float, lr: float) -> None:
+        """Append the row of one update."""
+        if self._log is None:
+            return
+        now = time.monotonic()
+        seconds, self._stepped = now - self._stepped, now
+        self.row(kind="step", step=step, epoch=epoch, loss=loss, lr=lr, seconds=round(seconds, 6))
+
+    def flush(self) -> None:
+        """Write out the rows that wait in memory."""
+        if self._log is not None and self._pending:
+            with open(self._log, "a", encoding="utf-8") as file:
+                file.writelines(self._pending)
+            self._pending.clear()
+
+
+def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:
+    """Make a new folder ``base/name-<date>-<time>`` and return its path, the same on every rank.
+
+    **Collective.** Rank 0 makes it; where ``base`` cannot be written it lies in the temporary folder.
+
+    Raises:
+        OSError: neither can be written, on all ranks.
+    """
+    world = world if world is not None else init()
+    comm = world.axis("data")
+
+    def make() -> str:
+        stamp = time.strftime(f"{name}-%Y%m%d-%H%M%S")
+        for folder in (Path(base), Path(tempfile.gettempdir()) / f"mpdp-runs-{os.getuid()}"):
+            for number in range(1, 1000):
+                path = folder / (stamp if number == 1 else f"{stamp}-{number}")
+                try:
+                    path.mkdir(parents=True)
+                    return str(path.resolve())
+                except FileExistsError:
+                    continue
+                except OSError:
+                    break
+        raise OSError(f"run_dir: expected {base} or {tempfile.gettempdir()} to be writable, got neither")
+
+    made = on_root(comm, make)
+    return Path(
+        comm.broadcast_bytes(os.fsencode(made) if made is not None else None).decode(errors="surrogateescape")
+    )
+
+
+def versions() -> dict[str, Any]:
+    """Return what a run was made with: command, versions and host. **Local.**"""
+    from .. import __version__
+
+    return {
+        "command": sys.argv,
+        "mpdp": __version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

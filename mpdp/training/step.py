@@ -1,0 +1,130 @@
+"""One update, run eagerly: forward, backward and reduction of each micro-batch, then the optimizer.
+
+It knows a model wrapped for its ranks and a loss, and nothing of epochs, files or callbacks. Eager mode is what
+debugging uses, and the oracle of every faster way to run a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..data import MicroBatch, share, split_batch
+from ..optim import Optimizer
+from ..parallel.data_parallel import DataParallel
+from . import arguments
+from .evaluation import Tally
+
+
+class EagerStep:
+    """Run updates of one model.
+
+    Args:
+        parallel: the wrapped model.
+        loss_function: ``loss(output, target)``.
+        optimizer: updates the weights.
+        clip_norm: see :class:`mpdp.Trainer`.
+    """
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        loss_function: Callable[[Any, Any], Any],
+        optimizer: Optimizer,
+        clip_norm: float | None,
+    ) -> None:
+        self.parallel = parallel
+        self.loss_function = loss_function
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+
+    def forward(self, part: MicroBatch) -> Any:
+        """Return the model's output for a share that is not empty. **Local.**"""
+        return self.parallel.forward(part.inputs or (), part.kwargs, start=part.start, count=part.count)
+
+    def loss(self, part: MicroBatch, tally: Tally | None = None, unchecked: Any = None) -> Any:
+        """Return the loss of one share; None where this rank has no sample of the micro-batch.
+
+        **Local.**
+
+        Args:
+            part: the share.
+            tally: takes the metrics of the output.
+            unchecked: a data set whose labels are still to be checked against the output.
+        """
+        if not part.count:
+            return None
+        output = self.forward(part)
+        if unchecked is not None:
+            arguments.check_labels(self.loss_function, unchecked, output)
+        loss = self.loss_function(output, part.target)
+        if tally is not None:
+            tally.add_metrics(output, part.target)
+        return loss
+
+    def run(
+        self,
+        parts: Sequence[MicroBatch],
+        *,
+        lr: float,
+        stop: bool = False,
+        tally: Tally | None = None,
+        first_loss: Any = None,
+    ) -> float:
+        """Do one update and return its global mean loss.
+
+        **Collective.** Ranks reduce with the last micro-batch; every rank brings equally many.
+
+        Args:
+            parts: this rank's shares of the update's micro-batches, in order.
+            lr: the learning rate.
+            stop: ask all ranks to stop after this update.
+            tally: takes the metrics.
+            first_loss: the loss of ``parts[0]``, where it was computed already.
+        """
+        for i, part in enumerate(parts):
+            loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
+            self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
+        return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
+
+
+def cut_batch(batch: Any, accumulate: int, start: int, count: int, total: int, step: int) -> list[MicroBatch]:
+    """Cut a rank's own batch into micro-batches of nearly equal length. **Local.**
+
+    Args:
+        batch: see :meth:`mpdp.Trainer.step`.
+        accumulate: number of micro-batches.
+        start: position of the batch's first sample in the global batch.
+        count: samples in the batch.
+        total: samples in the global batch.
+        step: number of the update.
+    """
+    inputs, kwargs, target = split_batch(batch)
+    parts = []
+    for i in range(accumulate):
+        a, b = share(count, accumulate, i)
+        parts.append(
+            MicroBatch(
+                inputs=_cut(inputs, a, b),
+                kwargs=_cut(kwargs, a, b),
+                target=_cut(target, a, b),
+                start=start + a,
+                count=b - a,
+                total=total,
+                indices=np.arange(start + a, start + b),
+                epoch=0,
+                update=step,
+            )
+        )
+    return parts
+
+
+def _cut(value: Any, start: int, stop: int) -> Any:
+    """Return samples start to stop of an array, or of each array of a tuple or dict."""
+    if isinstance(value, tuple):
+        return tuple(_cut(v, start, stop) for v in value)
+    if isinstance(value, dict):
+        return {key: _cut(v, start, stop) for key, v in value.items()}
+    return value[start:stop] if hasattr(value, "shape") else np.asarray(value)[start:stop]

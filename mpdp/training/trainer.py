@@ -1,0 +1,537 @@
+"""Trainer: the public training loop over one model replica a rank.
+
+It owns the run: position, schedule, files, callbacks. One update is in ``step``; the arithmetic over ranks is in
+``parallel.data_parallel``. Follow ``Trainer.step`` to read one step from here to the wire.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..comm.agreement import agree, compare, on_root, together
+from ..data import Loader, MicroBatch, split_batch
+from ..nn import Module
+from ..optim import Optimizer, constant
+from ..parallel.data_parallel import DataParallel
+from ..parallel.forms import leading_length
+from ..parallel.record import Kind, exchange
+from ..report.progress import Progress
+from ..world import World, init
+from . import arguments, resuming
+from .callbacks import Callback
+from .evaluation import Metric, Tally, check_evaluation, evaluate
+from .plan import FitPlan
+from .position import Position
+from .run_folder import RunFolder
+from .step import EagerStep, cut_batch
+
+History = list[dict[str, Any]]
+_CHECK_AFTER = (1, 2, 10)
+_CHECK_EVERY = 500  # updates; one pass over weights and moments, about 1 ms for a million parameters
+_EVALUATION_BATCH = 1024
+
+
+def _ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Report what leaves a public call at once and let the job end, unless all ranks raise it together."""
+
+    @functools.wraps(method)
+    def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if self._depth == 0:
+                if not getattr(error, "agreed", False):
+                    self.world.fail(error)
+                for callback in self.callbacks:
+                    callback.on_exception(self, error)
+            raise
+
+    return wrapper
+
+
+class Trainer:
+    """Train a model on all ranks of a world, exactly as one rank would on the whole global batch.
+
+    **Collective** to construct: all ranks compare their arguments, then take rank 0's parameters.
+
+    Args:
+        model: an ``nn.Module``; the same on every rank.
+        loss: ``loss(output, target)``: a loss of ``nn``, a scalar Tensor that is the mean over samples, or a pair
+            ``(sum, count)``.
+        optimizer: an optimizer of ``optim``.
+        world: the ranks (default: ``mpdp.init()``).
+        schedule: factor on the optimizer's learning rate as a function of the update's index.
+        precision: ``"float32"`` or ``"float64"``; a float32 model is widened to float64 on request.
+        reduce_dtype: dtype of the gradient buffer (default: that of the parameters).
+        placement: where optimizer state lives; ``"replicated"``.
+        accumulate: global micro-batches per update.
+        clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
+        seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
+        graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
+        chunk_bytes: size of a middle chunk of the reduction in bytes.
+        run_dir: folder for log and checkpoints; None writes nothing.
+        save_every: updates between checkpoints; None saves only on :meth:`save`.
+        keep: checkpoints to keep.
+        callbacks: objects with the methods of :class:`mpdp.Callback`.
+
+    Attributes:
+        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
+        should_stop: set it on any rank, and all ranks stop after the same step.
+        lr: learning rate of the next update.
+
+    Raises:
+        ValueError, TypeError: a bad argument, on all ranks.
+        DisagreementError: ranks differ, on all ranks; the message names the first difference.
+
+    Example:
+        >>> import mpdp, numpy as np
+        >>> from mpdp import data, nn, optim
+        >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        >>> trainer = mpdp.Trainer(nn.Linear(3, 2), nn.cross_entropy, optim.SGD(lr=0.5))
+        >>> history = trainer.fit(data.ArrayDataset(x, (x[:, 0] > 0).astype("int64")), epochs=2, global_batch_size=16)
+        >>> [row["epoch"] for row in history]
+        [1, 2]
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Optimizer,
+        *,
+        world: World | None = None,
+        schedule: Callable[[int], float] | None = None,
+        precision: str = "float32",
+        reduce_dtype: str | None = None,
+        placement: str = "replicated",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        graph: str | bool = "auto",
+        chunk_bytes: int | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep: int = 3,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.world = world if world is not None else init()
+        comm = self.world.axis("data")
+        self.callbacks = tuple(callbacks)
+        self._depth = 0
+        self.schedule = schedule if schedule is not None else constant()
+        error: Exception | None = None
+        try:
+            arguments.check(
+                model=model,
+                loss=loss,
+                optimizer=optimizer,
+                schedule=self.schedule,
+                precision=precision,
+                placement=placement,
+                accumulate=accumulate,
+                clip_norm=clip_norm,
+                seed=seed,
+                graph=graph,
+                save_every=save_every,
+                keep=keep,
+                run_dir=run_dir,
+                callbacks=self.callbacks,
+            )
+            arguments.cast(model, precision, self.world)
+        except Exception as caught:
+            error = caught
+        agree(comm, error)
+        self.model = model
+        self.loss_function = loss
+        self.optimizer = optimizer
+        self.precision = precision
+        self.placement = placement
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self.seed = seed
+        self.save_every = save_every
+        self.keep = keep
+        self.should_stop = False
+        self.loss = float("nan")
+        self.parallel = DataParallel(
+            model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=seed
+        )
+        compare(comm, "trainer", self.describe())
+        together(comm, lambda: self.parallel.bind_optimizer(optimizer))
+        self._step = EagerStep(self.parallel, loss, optimizer, clip_norm)
+        self.position = Position()
+        self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
+        self._resumed: int | None = (
+            None  # rows of the log that belong to what was resumed; None before resume()
+        )
+        self._opened = False
+        self._nominal_fixed = False
+        self._checked_first = False
+
+    def describe(self) -> dict[str, str]:
+        """Return what must be equal on all ranks beside the model. **Local.**"""
+        describe_schedule = getattr(self.schedule, "describe", lambda: type(self.schedule).__name__)
+        return {
+            "optimizer": str(self.optimizer.describe()),
+            "schedule": str(describe_schedule()),
+            "loss": getattr(self.loss_function, "__name__", type(self.loss_function).__name__),
+            "precision": self.precision,
+            "accumulate": str(self.accumulate),
+            "clip_norm": str(self.clip_norm),
+            "seed": str(self.seed),
+            "save_every": str(self.save_every),
+            "run_dir": "given" if self.save_every else "any",
+        }
+
+    # -- where the run stands
+
+    @property
+    def step_count(self) -> int:
+        """Finished updates."""
+        return self.parallel.step_count
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return self.position.epoch
+
+    @property
+    def history(self) -> History:
+        """One row an epoch since the start of the run."""
+        return self.position.history
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return self.optimizer.lr * float(self.schedule(self.step_count))
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's folder, or None."""
+        return self.folder.path
+
+    # -- training
+
+    @_ends_the_job
+    def fit(
+        self,
+        dataset: Any,
+        epochs: int | None = None,
+        updates: int | None = None,
+        global_batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        validation: Any = None,
+        metrics: Sequence[Metric] = (),
+    ) -> History:
+        """Train until ``epochs`` passes or ``updates`` updates are done since the start of the run.
+
+        **Collective.** After :meth:`resume` it goes on where the checkpoint was written and ends where the run that
+        was stopped would have ended.
+
+        Args:
+            dataset: ``data.ArrayDataset``, or any object with ``__len__`` and ``__getitem__``; the same on all ranks.
+            epochs: passes over the data, counted from the start of the run.
+            updates: stop after so many updates, counted from the start of the run.
+            global_batch_size: samples per update over all ranks and micro-batches.
+            shuffle: a new keyed order each epoch.
+            drop_last: leave out a last global batch that is not full.
+            validation: data set evaluated after each epoch.
+            metrics: ``metric(output, target) -> (sum, count)``; of the validation data, or of the training
+                batches where there is none.
+
+        Returns:
+            one row an epoch: ``epoch, step, loss``, each metric's name, and ``validation_loss`` where there is
+            validation data.
+
+        Raises:
+            ValueError, TypeError: a bad argument, sample or label, on all ranks.
+            DisagreementError: ranks differ in arguments, length of the data or steps, on all ranks.
+        """
+        comm = self.world.axis("data")
+        plan = FitPlan(
+            dataset,
+            epochs,
+            updates,
+            global_batch_size,
+            shuffle,
+            drop_last,
+            validation,
+            tuple(metrics),
+        )
+        exchange(comm, Kind.FIT, self.step_count)
+        together(comm, lambda: plan.check(self.accumulate))
+        compare(comm, "fit", plan.describe())
+        agree(comm, self.position.begin(plan.order(), 0 if validation is not None else len(plan.metrics)))
+        self._open_folder()
+        self._fix_nominal(plan.global_batch_size)
+        self._checked_first = False
+        self.should_stop = False
+        progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
+        self._depth += 1
+        try:
+            if self._finished(plan):
+                progress.say(f"fit: nothing to do, the run already has {self.step_count} updates")
+            else:
+                self._run(plan, progress)
+            if self.save_every is not None and self.position.saved_step != self.step_count:
+                self.save()
+        finally:
+            self._depth -= 1
+            progress.close()
+            self.folder.flush()
+        return self.history
+
+    def _finished(self, plan: FitPlan) -> bool:
+        if self.position.batch == plan.per_epoch:
+            return False  # the epoch is still to be closed
+        return self.should_stop or plan.updates_left(self.position, self.step_count) == 0
+
+    def _run(self, plan: FitPlan, progress: Progress) -> None:
+        """Run update after update, and close each epoch whose last update is done."""
+        position = self.position
+        loader = Loader(
+            plan.dataset,
+            plan.global_batch_size,
+            accumulate=self.accumulate,
+            rank=self.world.rank,
+            size=self.world.size,
+            seed=self.seed,
+            shuffle=plan.shuffle,
+            drop_last=plan.drop_last,
+            dtype=self.precision,
+            device=self.world.device,
+            say=progress.say,
+        )
+        first = position.epoch * plan.per_epoch + position.batch
+        last = first + plan.updates_left(position, self.step_count)
+        with loader.updates(first, last) as stream:
+            while not self._finished(plan):
+                if position.batch == plan.per_epoch:
+                    self._close_epoch(plan, progress)
+                    continue
+                self.model.train()
+                samples = plan.samples(position.batch)
+                self._train_one(stream, plan)
+                progress.step(self.loss, samples)
+                self._after_step()
+
+    def _train_one(self, stream: Iterator[Sequence[MicroBatch]], plan: FitPlan) -> None:
+        """Do one update from the loader's stream."""
+        tally = Tally(plan.metrics if plan.validation is None else ())
+        if self._checked_first:
+            self._update(next(stream), tally=tally)
+        else:
+            # The first batch meets the model here: what does not fit is an error on all ranks, before time is spent.
+            comm = self.world.axis("data")
+            parts = together(comm, lambda: next(stream))
+            loss = together(comm, lambda: self._step.loss(parts[0], tally, plan.dataset))
+            self._checked_first = True
+            self._update(parts, tally=tally, first_loss=loss)
+        metrics = tally.values[1:]
+        if len(metrics):
+            flat = metrics.reshape(-1).copy()
+            self.world.axis("data").all_reduce(flat, lane="urgent")
+            metrics = flat.reshape(-1, 2)
+        self.position.add(self.parallel.last_loss_sum, self.parallel.last_count, metrics.tolist())
+
+    def _update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
+        self.world.activity.step = self.step_count
+        self.loss = self._step.run(parts, lr=self.lr, stop=self.should_stop, **options)
+        self.should_stop = self.should_stop or self.parallel.stop_agreed
+
+    def _after_step(self) -> None:
+        """Log, check and save what is due after an update, and call back."""
+        step = self.step_count
+        self.folder.step_row(
+            step, self.position.epoch, self.loss, self.optimizer.lr * float(self.schedule(step - 1))
+        )
+        if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
+            self.parallel.check_replicas()
+        for callback in self.callbacks:
+            callback.on_step(self)
+        if self.save_every is not None and step % self.save_every == 0:
+            self.save()
+
+    def _close_epoch(self, plan: FitPlan, progress: Progress) -> None:
+        """Validate, add the epoch's row to the history, and call back."""
+        position = self.position
+        row: dict[str, Any] = {
+            "epoch": position.epoch + 1,
+            "step": self.step_count,
+            "loss": position.mean_loss(),
+        }
+        if plan.validation is None:
+            for metric, (total, count) in zip(plan.metrics, position.metrics):
+                row[arguments.metric_name(metric)] = total / count if count else float("nan")
+        else:
+            results = self.evaluate(
+                plan.validation, metrics=plan.metrics, global_batch_size=plan.global_batch_size
+            )
+            row["validation_loss"] = results["loss"]
+            row.update({name: value for name, value in results.items() if name != "loss"})
+            for callback in self.callbacks:
+                callback.on_validation(self, results)
+        position.close_epoch(row)
+        self.folder.row(kind="epoch", **row)
+        progress.epoch(row)
+        for callback in self.callbacks:
+            callback.on_epoch(self)
+
+    @_ends_the_job
+    def step(self, batch: Any) -> float:
+        """Do one update from this rank's own batch, for programs with a loop of their own.
+
+        **Collective.**
+
+        Args:
+            batch: ``(x, y)``, ``(inputs..., target)`` or a dict with ``"target"``; its length may differ between
+                ranks and may be 0. It is cut into ``accumulate`` micro-batches.
+
+        Returns:
+            the global mean loss over all ranks' samples.
+        """
+        comm = self.world.axis("data")
+        self.world.activity.step = self.step_count
+        inputs, kwargs, _ = split_batch(batch)
+        count = leading_length(inputs, kwargs)
+        agreed = exchange(comm, Kind.STEP_BEGIN, self.step_count, sums=(count,), stop=self.should_stop)
+        self._open_folder()
+        self._fix_nominal(agreed.sums[0])
+        start = comm.exclusive_sum(count)
+        parts = cut_batch(batch, self.accumulate, start, count, int(agreed.sums[0]), self.step_count)
+        self._update(parts)
+        self._depth += 1
+        try:
+            self._after_step()
+        finally:
+            self._depth -= 1
+        return self.loss
+
+    @_ends_the_job
+    def evaluate(
+        self, dataset: Any, metrics: Sequence[Metric] = (), global_batch_size: int | None = None
+    ) -> dict[str, float]:
+        """Return the mean loss and metrics over a data set, every sample counted once.
+
+        **Collective.** The same numbers on every rank, for any number of ranks.
+
+        Args:
+            dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
+            metrics: ``metric(output, target) -> (sum, count)``.
+            global_batch_size: samples per forward pass over all ranks (default: 1024).
+
+        Returns:
+            ``{"loss": ..., name of each metric: ...}``.
+        """
+        comm = self.world.axis("data")
+        exchange(comm, Kind.EVALUATE, self.step_count)
+        together(comm, lambda: check_evaluation(dataset, metrics))
+        size = global_batch_size if global_batch_size is not None else _EVALUATION_BATCH
+        compare(comm, "evaluate", {"length of the data set": len(dataset), "global_batch_size": size})
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            loader = Loader(
+                dataset,
+                size,
+                rank=self.world.rank,
+                size=self.world.size,
+                shuffle=False,
+                dtype=self.precision,
+                device=self.world.device,
+                say=lambda line: None,
+            )
+            with loader.updates(stop=len(loader)) as stream:
+                tally = evaluate(self._step.forward, self.loss_function, stream, metrics)
+        finally:
+            self.model.train(was_training)
+        return tally.reduced(comm)
+
+    # -- the run's files
+
+    @_ends_the_job
+    def save(self) -> Path:
+        """Write a checkpoint below ``run_dir`` and return its directory, once it is whole for every rank.
+
+        **Collective.** The newest ``keep`` checkpoints stay.
+
+        Raises:
+            ValueError: the trainer has no run_dir.
+            CheckpointError: it could not be written, on all ranks; earlier checkpoints are intact.
+            DisagreementError: a rank called it alone, on all ranks.
+        """
+        self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        self._open_folder()
+        path = resuming.save(self)
+        self.position.saved_step = self.step_count
+        for callback in self.callbacks:
+            callback.on_checkpoint(self, path)
+        return path
+
+    @_ends_the_job
+    def resume(self, path: str | os.PathLike[str] | None = None) -> bool:
+        """Take up a checkpoint: weights, optimizer state, position, random state.
+
+        **Collective.** The number of ranks may differ from the one that saved; with the same number, the run repeats
+        the bits of the run that was never stopped.
+
+        Args:
+            path: a checkpoint's directory; None takes the newest complete one of ``run_dir`` and passes over torn
+                ones with a warning.
+
+        Returns:
+            True if a checkpoint was taken up, False if there is none.
+
+        Raises:
+            CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
+        """
+        if path is None:
+            self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        found = resuming.resume(self, None if path is None else Path(path))
+        self._resumed = self.position.log_rows if found else 0
+        self._nominal_fixed = found
+        return found
+
+    def _open_folder(self) -> None:
+        """Claim the run folder at the first step: refuse a used one unless the run was resumed. **Collective.**"""
+        if self._opened:
+            return
+
+        def claim() -> None:
+            if self._resumed is None and self.folder.used:
+                raise ValueError(
+                    f"run_dir: expected a new or empty folder, got {self.folder.path} with an earlier run; "
+                    "call trainer.resume() to go on with it, or choose another folder"
+                )
+            self.folder.open(self.describe() | {"world_size": self.world.size}, self._resumed)
+
+        on_root(self.world.axis("data"), claim)
+        self._opened = True
+
+    def _fix_nominal(self, count: float) -> None:
+        if not self._nominal_fixed:
+            self.parallel.set_nominal_count(count)
+            self._nominal_fixed = True
+
+    # -- replicas
+
+    def check_replicas(self) -> None:
+        """Check that weights, moments and buffers hold the same bits on every rank. **Collective.**
+
+        Raises:
+            DivergenceError: on all ranks, naming the rank and the parameter.
+        """
+        self.parallel.check_replicas()
+
+    def freeze(self, *names: str) -> None:
+        """Stop training the named parameters from the next step on. **Collective.**"""
+        self.parallel.freeze(*names)
+
+    def thaw(self, *names: str) -> None:
+        """Train the named parameters again, their moments starting from zero. **Collective.**"""
+        self.parallel.thaw(*names)

@@ -1,0 +1,172 @@
+"""Ranks that differ get one error on all ranks that names the difference; argv[1] chooses how they differ."""
+
+import sys
+
+import numpy as np
+
+import mpdp
+from mpdp import data, nn, optim
+from mpdp.errors import DisagreementError
+
+kind = sys.argv[1]
+world = mpdp.init(timeout=20)
+rank, size = world.rank, world.size
+odd = rank == size - 1
+mpdp.seed(0)
+
+
+def build(hidden=32, layers=2, dtype="float32", order=(0, 1), names=("first", "second")):
+    class Model(nn.Module):
+        def __init__(self):
+            parts = [nn.Linear(4, 4, dtype=dtype), nn.Linear(4, 4, dtype=dtype)]
+            for i in order:
+                setattr(self, names[i], parts[i])
+            self.wide = nn.Linear(4, hidden, dtype=dtype)
+            self.out = nn.Linear(hidden, 3, dtype=dtype)
+            if layers > 2:
+                self.extra = nn.Linear(3, 3, dtype=dtype)
+
+        def forward(self, x):
+            return self.out(self.wide(getattr(self, names[1])(getattr(self, names[0])(x))))
+
+    return Model()
+
+
+def trainer(model=None, optimizer=None, **options):
+    return mpdp.Trainer(model or build(), nn.cross_entropy, optimizer or optim.SGD(lr=0.1), **options)
+
+
+x, y = np.ones((12, 4), dtype="float32"), np.zeros(12, dtype="int64")
+dataset = data.ArrayDataset(x, y)
+
+
+def width():
+    trainer(build(hidden=33 if odd else 32))
+
+
+def layer():
+    trainer(build(layers=3 if odd else 2))
+
+
+def dtype():
+    trainer(build(dtype="float64" if odd else "float32"), precision="float64" if odd else "float32")
+
+
+def names():
+    trainer(build(names=("one", "second") if odd else ("first", "second")))
+
+
+def order():
+    trainer(build(order=(1, 0) if odd else (0, 1)))
+
+
+def optimizer():
+    trainer(optimizer=optim.AdamW(lr=0.1) if odd else optim.SGD(lr=0.1))
+
+
+def rate():
+    trainer(optimizer=optim.SGD(lr=0.2 if odd else 0.1))
+
+
+def clip():
+    trainer(clip_norm=1.0 if odd else None)
+
+
+def length():
+    trainer().fit(
+        data.ArrayDataset(x[: 11 if odd else 12], y[: 11 if odd else 12]), epochs=1, global_batch_size=4
+    )
+
+
+def batch():
+    trainer().fit(dataset, epochs=1, global_batch_size=3 if odd else 4)
+
+
+def epochs():
+    trainer().fit(dataset, epochs=2 if odd else 1, global_batch_size=4)
+
+
+def save_alone():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        t = trainer(run_dir=folder)
+        t.step((x, y))
+        if rank == 0:
+            t.save()
+        for _ in range(5):
+            t.step((x, y))
+
+
+def evaluate_alone():
+    t = trainer()
+    t.step((x, y))
+    if rank == 0:
+        t.evaluate(dataset)
+    for _ in range(5):
+        t.step((x, y))
+
+
+def fit_alone():
+    t = trainer()
+    if odd:
+        t.step((x, y))
+    t.fit(dataset, epochs=1, global_batch_size=4)
+
+
+def skipped_reduction():
+    arena = mpdp.GradientArena({"w": (3,)})
+    reducer = mpdp.Reducer(arena)
+    reducer.finish(count=1)
+    if odd:
+        reducer.step += 1
+    reducer.finish(count=1)
+
+
+def arena_shapes():
+    mpdp.Reducer(mpdp.GradientArena({"w": (4 if odd else 3,)}))
+
+
+def weights_changed():
+    t = trainer()
+    t.step((x, y))
+    if odd:
+        t.model.out.bias.data[1] += 1e-7
+    t.check_replicas()
+
+
+EXPECTED = {
+    "width": "model: expected the same parameter wide.weight on all ranks, got float32[32, 4] on rank 0",
+    "layer": "model: expected the same number of parameters on all ranks, got 8 on rank 0",
+    "dtype": "model: expected the same parameter first.weight on all ranks, got float32[4, 4] on rank 0",
+    "names": "model: expected the same entry 1 on all ranks, got parameter first.weight",
+    "order": "model: expected the same entry 1 on all ranks, got parameter first.weight",
+    "optimizer": "trainer: expected the same optimizer on all ranks, got {'class': 'SGD'",
+    "rate": "trainer: expected the same optimizer on all ranks, got {'class': 'SGD', 'lr': 0.1",
+    "clip": "trainer: expected the same clip_norm on all ranks, got None on rank 0",
+    "length": "fit: expected the same length of the data set on all ranks, got 12 on rank 0",
+    "batch": "fit: expected the same global_batch_size on all ranks, got 4 on rank 0",
+    "epochs": "fit: expected the same epochs on all ranks, got 1 on rank 0",
+    "save_alone": "save(): expected every rank to call it at the same step, got rank 0 in save() at step 1",
+    "evaluate_alone": "evaluate(): expected every rank to call it at the same step, got rank 0 in evaluate() at step 1",
+    "fit_alone": "expected every rank to call it at the same step, got rank 0",
+    "skipped_reduction": "Reducer.finish(): expected every rank to call it at the same step",
+    "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
+    "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
+    f"out.bias on rank {size - 1}",
+}
+
+if kind == "list":
+    print("\n".join(EXPECTED))
+    sys.exit()
+for name in EXPECTED if kind == "all" else [kind]:
+    try:
+        globals()[name]()
+    except DisagreementError as error:
+        assert EXPECTED[name] in str(error), f"{name}: {error}"
+        assert error.agreed
+    else:
+        raise AssertionError(f"{name}: no error on rank {rank}")
+    world.comm.barrier()
+    if rank == 0:
+        print(f"passed {name}", flush=True)

@@ -1,0 +1,24 @@
+"""Ranks that hold different things get one error on all ranks, before or at the first step it can be seen."""
+
+import re
+
+import pytest
+from launching import PROGRAMS
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_difference_is_named_on_all_ranks(job, size):
+    result = job(PROGRAMS / "disagreement.py", "all", n=size).check()
+    assert result.output.count("passed ") == 17
+
+
+def test_an_agreed_error_that_nobody_catches_is_printed_once(job):
+    result = job(PROGRAMS / "agreed.py", n=3)
+    assert result.rc != 0
+    assert not result.timed_out
+    assert len(re.findall(r"^\[\d/3\] error", result.output, re.MULTILINE)) == 1
+    assert (
+        "[0/3] error in step 0: ValueError: global_batch_size: expected an integer of 1 or more"
+        in result.output
+    )
+    assert "(on every rank)" in result.output

@@ -1,0 +1,371 @@
+"""The trainer on one rank: arguments, files, history, callbacks, stopping, resuming."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+import mpdp
+from mpdp import autodiff, data, nn, optim
+from mpdp.errors import CheckpointError, NonFiniteError
+
+
+def dataset(n=12, dtype="float32"):
+    random = np.random.default_rng(0)
+    return data.ArrayDataset(random.standard_normal((n, 4)).astype(dtype), random.integers(0, 3, n))
+
+
+def trainer(**options):
+    mpdp.seed(0)
+    options = {"loss": nn.cross_entropy, "optimizer": optim.SGD(lr=0.1), **options}
+    model = options.pop("model", None) or nn.Linear(4, 3, dtype=options.pop("dtype", "float32"))
+    return mpdp.Trainer(model, options.pop("loss"), options.pop("optimizer"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "m"}, TypeError, r"model: expected an nn.Module, got str"),
+        ({"loss": 3}, TypeError, r"loss: expected a function loss\(output, target\), got int"),
+        ({"optimizer": "sgd"}, TypeError, r"optimizer: expected one of mpdp.optim, got str"),
+        ({"schedule": 0.1}, TypeError, r"schedule: expected a function of the update's index, got float"),
+        ({"precision": "int8"}, ValueError, r"precision: expected one of float32, float64, got 'int8'"),
+        ({"placement": "x"}, ValueError, r"placement: expected \"replicated\", got 'x'"),
+        ({"accumulate": 0}, ValueError, r"accumulate: expected an integer of 1 or more, got 0"),
+        ({"accumulate": 1.5}, ValueError, r"accumulate: expected an integer of 1 or more, got 1.5"),
+        ({"clip_norm": 0}, ValueError, r"clip_norm: expected a number above 0, or None, got 0"),
+        ({"save_every": 5}, ValueError, r"save_every: expected a run_dir to save in, got 5 without one"),
+        (
+            {"save_every": 0, "run_dir": "x"},
+            ValueError,
+            r"save_every: expected an integer of 1 or more, or None",
+        ),
+        ({"keep": 0}, ValueError, r"keep: expected an integer of 1 or more, got 0"),
+        ({"seed": "a"}, ValueError, r"seed: expected an integer, got 'a'"),
+        ({"graph": "always"}, ValueError, r"graph: expected \"auto\" or False, got 'always'"),
+        ({"callbacks": [print]}, TypeError, r"callbacks: expected objects with the methods of mpdp.Callback"),
+        ({"chunk_bytes": 0}, ValueError, r"chunk_bytes: expected a positive number of bytes, got 0"),
+        (
+            {"reduce_dtype": "int32"},
+            ValueError,
+            r"reduce_dtype: expected float16, float32 or float64, got int32",
+        ),
+        (
+            {"dtype": "float64"},
+            TypeError,
+            r"precision: expected parameters of dtype float32, got float64 in weight",
+        ),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        trainer(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"epochs": None}, ValueError, r"epochs: expected epochs= or updates=, got neither"),
+        ({"epochs": -1}, ValueError, r"epochs: expected an integer of 0 or more, got -1"),
+        ({"updates": 1.5}, ValueError, r"updates: expected an integer of 0 or more, got 1.5"),
+        ({"global_batch_size": None}, ValueError, r"global_batch_size: expected an integer of 1 or more"),
+        ({"global_batch_size": 0}, ValueError, r"global_batch_size: expected an integer of 1 or more"),
+        ({"global_batch_size": 20, "drop_last": True}, ValueError, r"expected at most the 12 samples"),
+        ({"dataset": 3}, TypeError, r"dataset: expected an object with __len__ and __getitem__, got int"),
+        ({"dataset": []}, ValueError, r"dataset: expected at least one sample, got an empty data set"),
+        (
+            {"validation": 3},
+            TypeError,
+            r"validation: expected an object with __len__ and __getitem__, got int",
+        ),
+        (
+            {"metrics": ["accuracy"]},
+            TypeError,
+            r"metrics: expected functions metric\(output, target\), got str",
+        ),
+        ({"metrics": [nn.accuracy, nn.accuracy]}, ValueError, r"metrics: expected distinct names"),
+    ],
+)
+def test_bad_arguments_of_fit(arguments, error, message):
+    arguments = {"dataset": dataset(), "epochs": 1, "global_batch_size": 4, **arguments}
+    with pytest.raises(error, match=message):
+        trainer().fit(arguments.pop("dataset"), **arguments)
+
+
+def test_labels_out_of_range_are_found_before_any_update():
+    bad = dataset(40)
+    bad.arrays[-1][37] = 3
+    t = trainer()
+    before = t.model.weight.data.copy()
+    with pytest.raises(ValueError, match=r"target: expected class indices in 0..2, got 3 at sample 37"):
+        t.fit(bad, epochs=1, global_batch_size=4)
+    assert t.step_count == 0
+    assert np.array_equal(t.model.weight.data, before)
+    # ignored labels are no error, also under another number
+    bad.arrays[-1][37] = -7
+    trainer(loss=functools.partial(nn.cross_entropy, ignore_index=-7)).fit(bad, epochs=1, global_batch_size=4)
+
+
+def test_float_labels_and_wrong_shapes_are_errors():
+    x = np.zeros((8, 4), "float32")
+    with pytest.raises(TypeError, match=r"target: expected"):
+        trainer().fit(data.ArrayDataset(x, np.zeros(8)), epochs=1, global_batch_size=4)
+    with pytest.raises(ValueError, match=r"linear"):
+        trainer().fit(data.ArrayDataset(x[:, :3], np.zeros(8, int)), epochs=1, global_batch_size=4)
+
+
+def test_history_and_log(tmp_path):
+    t = trainer(run_dir=tmp_path / "run", save_every=2)
+    history = t.fit(dataset(), epochs=3, global_batch_size=5, validation=dataset(7), metrics=[nn.accuracy])
+    assert [row["epoch"] for row in history] == [1, 2, 3]
+    assert [row["step"] for row in history] == [3, 6, 9]
+    assert all(row.keys() == {"epoch", "step", "loss", "validation_loss", "accuracy"} for row in history)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 10))
+    assert [r["epoch"] for r in rows if r["kind"] == "epoch"] == [1, 2, 3]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["mpdp"] == mpdp.__version__
+    assert config["world_size"] == t.world.size
+    # one at the end although 9 is no multiple of 2, and no more than keep
+    assert [p.name.split("-")[1] for p in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "0000000006",
+        "0000000008",
+        "0000000009",
+    ]
+
+
+def test_training_metrics_where_there_is_no_validation():
+    history = trainer().fit(dataset(), epochs=2, global_batch_size=5, metrics=[nn.accuracy])
+    assert all(0.0 <= row["accuracy"] <= 1.0 for row in history)
+    assert all((row["accuracy"] * 12) == round(row["accuracy"] * 12) for row in history)
+
+
+def test_a_used_folder_is_refused_by_fit_and_step_but_not_by_the_constructor(tmp_path):
+    trainer(run_dir=tmp_path).fit(dataset(), epochs=1, global_batch_size=5)
+    t = trainer(run_dir=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"run_dir: expected a new or empty folder, got .* call trainer.resume\(\)"
+    ):
+        t.fit(dataset(), epochs=2, global_batch_size=5)
+    with pytest.raises(ValueError, match=r"run_dir: expected a new or empty folder"):
+        t.step((np.zeros((2, 4), "float32"), np.zeros(2, int)))
+    assert t.resume() is False  # a log, but no checkpoint
+    t.fit(dataset(), epochs=1, global_batch_size=5)
+    rows = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(rows) == 4
+
+
+def test_save_needs_a_folder():
+    with pytest.raises(ValueError, match=r"run_dir: expected a folder for checkpoints, got None"):
+        trainer().save()
+    with pytest.raises(ValueError, match=r"run_dir: expected a folder for checkpoints, got None"):
+        trainer().resume()
+
+
+def test_a_resumed_log_holds_every_step_once(tmp_path):
+    """K2: killed after step 5 with a checkpoint at 4, resumed to 9."""
+
+    class Kill(mpdp.Callback):
+        def on_step(self, t):
+            if t.step_count == 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(run_dir=tmp_path, save_every=4, callbacks=[Kill()]).fit(
+            dataset(), epochs=3, global_batch_size=5
+        )
+    t = trainer(run_dir=tmp_path, save_every=4)
+    assert t.resume() is True
+    assert t.step_count == 4
+    t.fit(dataset(), epochs=3, global_batch_size=5)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 10))
+    assert [r["epoch"] for r in rows if r["kind"] == "epoch"] == [1, 2, 3]
+
+
+def test_a_checkpoint_of_another_model_lists_every_difference(tmp_path):
+    path = trainer(run_dir=tmp_path / "a")
+    path.step((np.zeros((2, 4), "float32"), np.zeros(2, int)))
+    saved = path.save()
+    other = trainer(
+        model=nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)),
+        optimizer=optim.Adam(lr=0.1),
+        run_dir=tmp_path / "b",
+    )
+    before = other.model.state_dict()
+    with pytest.raises(CheckpointError, match=r"got 7 differences") as caught:
+        other.resume(saved)
+    for text in (
+        "missing parameter 0.weight",
+        "unexpected parameter bias",
+        "optimizer is SGD there, Adam here",
+    ):
+        assert text in str(caught.value)
+    after = other.model.state_dict()
+    assert all(np.array_equal(before[k], after[k]) for k in before)
+    narrow = trainer(model=nn.Linear(3, 3), run_dir=tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"parameter weight is float32\[3, 4\] there, float32\[3, 3\] here"
+    ):
+        narrow.resume(saved)
+
+
+def test_updates_end_a_run_inside_an_epoch_and_fit_goes_on():
+    t = trainer()
+    t.fit(dataset(), updates=2, global_batch_size=5)
+    assert (t.step_count, t.epoch) == (2, 0)
+    t.fit(dataset(), updates=3, global_batch_size=5)
+    assert (t.step_count, t.epoch) == (3, 1)
+    with pytest.raises(ValueError, match=r"global_batch_size: expected 5 as before in this epoch, got 4"):
+        t.fit(dataset(), updates=4, global_batch_size=5)
+        t.fit(dataset(), updates=5, global_batch_size=4)
+    t.fit(dataset(), epochs=2, global_batch_size=5)
+    assert (t.step_count, t.epoch) == (6, 2)
+    assert t.fit(dataset(), epochs=2, global_batch_size=5) == t.history
+    assert t.step_count == 6
+
+
+def test_callbacks_are_called_in_order(tmp_path):
+    calls = []
+
+    class Note(mpdp.Callback):
+        def on_step(self, t):
+            calls.append(("step", t.step_count))
+
+        def on_epoch(self, t):
+            calls.append(("epoch", t.epoch, len(t.history)))
+
+        def on_validation(self, t, metrics):
+            calls.append(("validation", sorted(metrics)))
+
+        def on_checkpoint(self, t, path):
+            calls.append(("checkpoint", path.name[:15]))
+
+    t = trainer(run_dir=tmp_path, save_every=2, callbacks=[Note()])
+    t.fit(dataset(), epochs=1, global_batch_size=6, validation=dataset(), metrics=[nn.accuracy])
+    assert calls == [
+        ("step", 1),
+        ("step", 2),
+        ("checkpoint", "step-0000000002"),
+        ("validation", ["accuracy", "loss"]),
+        ("epoch", 1, 1),
+    ]
+
+
+def test_should_stop_ends_after_the_step():
+    class Stop(mpdp.Callback):
+        def on_step(self, t):
+            t.should_stop = t.step_count == 2
+
+    t = trainer(callbacks=[Stop()])
+    t.fit(dataset(), epochs=5, global_batch_size=4)
+    assert (t.step_count, t.epoch) == (2, 0)
+
+
+def test_an_exception_reaches_the_callbacks_and_the_caller():
+    seen = []
+
+    class Note(mpdp.Callback):
+        def on_exception(self, t, error):
+            seen.append(error)
+
+    def broken(output, target):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trainer(loss=broken, callbacks=[Note()]).fit(dataset(), epochs=1, global_batch_size=4)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_anything_is_updated(value):
+    t = trainer(loss=lambda o, y: o.mean() * value)
+    before = t.model.weight.data.copy()
+    with pytest.raises(NonFiniteError, match=r"loss: expected a finite sum at step 0, got"):
+        t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
+    assert np.array_equal(t.model.weight.data, before)
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    def root_of_zero(output, y):
+        return ((output * 0.0) + 0.0).sqrt().mean()
+
+    t = trainer(loss=root_of_zero)
+    before = t.model.weight.data.copy()
+    with (
+        pytest.raises(
+            NonFiniteError, match=r"gradient: expected finite values at step 0.* first in (bias|weight)"
+        ),
+        np.errstate(all="ignore"),
+    ):
+        t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
+    assert np.array_equal(t.model.weight.data, before)
+    t._step.loss_function = nn.cross_entropy
+    assert t.step((np.ones((2, 4), "float32"), np.zeros(2, int))) > 0
+
+
+def test_nothing_to_train():
+    model = nn.Linear(4, 3)
+    model.freeze()
+    t = trainer(model=model)
+    assert t.evaluate(dataset())["loss"] > 0
+    with pytest.raises(
+        ValueError, match=r"model: expected at least one trainable parameter, got none; there is nothing"
+    ):
+        t.fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_loss_of_another_form_is_an_error():
+    for loss, error, message in (
+        (lambda o, y: 3.0, TypeError, r"loss: expected a scalar Tensor"),
+        (lambda o, y: o, ValueError, r"loss: expected a scalar, got shape \(4, 3\)"),
+    ):
+        with pytest.raises(error, match=message):
+            trainer(loss=loss).fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_float32_model_is_widened_on_request():
+    t = trainer(precision="float64")
+    assert t.model.weight.data.dtype == "float64"
+    t.fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_step_without_a_dataset_equals_fit_in_order():
+    a, b = trainer(), trainer()
+    items = dataset()
+    a.fit(items, epochs=1, global_batch_size=4, shuffle=False)
+    for i in range(0, 12, 4):
+        b.step(tuple(array[i : i + 4] for array in items.arrays))
+    assert np.array_equal(a.model.weight.data, b.model.weight.data)
+
+
+def test_two_trainings_are_bit_equal():
+    states = []
+    for _ in range(2):
+        mpdp.seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        trainer(model=model, optimizer=optim.AdamW(lr=0.01)).fit(dataset(), epochs=3, global_batch_size=5)
+        states.append(model.state_dict())
+    assert all(np.array_equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def test_odd_parameters_are_saved_and_loaded(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            self.scalar = autodiff.Parameter(np.array(2.0, dtype="float32"))
+            self.empty = autodiff.Parameter(np.zeros((3, 0), dtype="float32"))
+
+        def forward(self, x):
+            return x * self.scalar
+
+    def make():
+        return trainer(model=Odd(), loss=nn.mse, optimizer=optim.Adam(lr=0.1), run_dir=tmp_path, save_every=1)
+
+    x = np.ones((4, 2), "float32")
+    a = make()
+    a.fit(data.ArrayDataset(x, x), epochs=2, global_batch_size=4)
+    b = make()
+    assert b.resume()
+    assert b.model.scalar.data.tobytes() == a.model.scalar.data.tobytes()
+    assert b.model.scalar.shape == () and b.model.empty.shape == (3, 0)
