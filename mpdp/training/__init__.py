@@ -1,7 +1,7 @@
 """Training: the loop that people expect around ``parallel``, its files and its callbacks.
 
-``trainer`` is the public class, ``step`` one update, ``evaluation`` exact metrics, ``checkpoint`` the format on disk,
-``run_folder`` what else a run leaves there, ``callbacks`` the hooks.
+``trainer`` is the public class, ``loop`` the loop of ``fit``, ``step`` one update, ``evaluation`` exact metrics,
+``checkpoint`` the format on disk, ``resuming`` what goes into it, ``run_folder`` what else a run leaves there.
 """
 
 from .callbacks import Callback

@@ -12,9 +12,6 @@ from ..data import ArrayDataset, split_batch
 from ..nn import Module, losses
 from ..optim import Optimizer
 from ..world import World
-from .evaluation import metric_name
-
-__all__ = ["cast", "check", "check_labels", "metric_name"]
 
 PRECISIONS = ("float32", "float64")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, resuming
 from .callbacks import Callback
-from .evaluation import Metric, Tally, check_evaluation, evaluate
+from .evaluation import Metric, check_evaluation, evaluate
+from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
 from .run_folder import RunFolder
@@ -162,7 +163,7 @@ class Trainer:
         )
         compare(comm, "trainer", self.describe())
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self._step = EagerStep(self.parallel, loss, optimizer, clip_norm)
+        self.eager = EagerStep(self.parallel, loss, optimizer, clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
         self._resumed: int | None = (
@@ -170,7 +171,6 @@ class Trainer:
         )
         self._opened = False
         self._nominal_fixed = False
-        self._checked_first = False
 
     def describe(self) -> dict[str, str]:
         """Return what must be equal on all ranks beside the model. **Local.**"""
@@ -269,15 +269,11 @@ class Trainer:
         agree(comm, self.position.begin(plan.order(), 0 if validation is not None else len(plan.metrics)))
         self._open_folder()
         self._fix_nominal(plan.global_batch_size)
-        self._checked_first = False
         self.should_stop = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
         self._depth += 1
         try:
-            if self._finished(plan):
-                progress.say(f"fit: nothing to do, the run already has {self.step_count} updates")
-            else:
-                self._run(plan, progress)
+            FitLoop(self, plan, progress).run()
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
         finally:
@@ -286,65 +282,13 @@ class Trainer:
             self.folder.flush()
         return self.history
 
-    def _finished(self, plan: FitPlan) -> bool:
-        if self.position.batch == plan.per_epoch:
-            return False  # the epoch is still to be closed
-        return self.should_stop or plan.updates_left(self.position, self.step_count) == 0
-
-    def _run(self, plan: FitPlan, progress: Progress) -> None:
-        """Run update after update, and close each epoch whose last update is done."""
-        position = self.position
-        loader = Loader(
-            plan.dataset,
-            plan.global_batch_size,
-            accumulate=self.accumulate,
-            rank=self.world.rank,
-            size=self.world.size,
-            seed=self.seed,
-            shuffle=plan.shuffle,
-            drop_last=plan.drop_last,
-            dtype=self.precision,
-            device=self.world.device,
-            say=progress.say,
-        )
-        first = position.epoch * plan.per_epoch + position.batch
-        last = first + plan.updates_left(position, self.step_count)
-        with loader.updates(first, last) as stream:
-            while not self._finished(plan):
-                if position.batch == plan.per_epoch:
-                    self._close_epoch(plan, progress)
-                    continue
-                self.model.train()
-                samples = plan.samples(position.batch)
-                self._train_one(stream, plan)
-                progress.step(self.loss, samples)
-                self._after_step()
-
-    def _train_one(self, stream: Iterator[Sequence[MicroBatch]], plan: FitPlan) -> None:
-        """Do one update from the loader's stream."""
-        tally = Tally(plan.metrics if plan.validation is None else ())
-        if self._checked_first:
-            self._update(next(stream), tally=tally)
-        else:
-            # The first batch meets the model here: what does not fit is an error on all ranks, before time is spent.
-            comm = self.world.axis("data")
-            parts = together(comm, lambda: next(stream))
-            loss = together(comm, lambda: self._step.loss(parts[0], tally, plan.dataset))
-            self._checked_first = True
-            self._update(parts, tally=tally, first_loss=loss)
-        metrics = tally.values[1:]
-        if len(metrics):
-            flat = metrics.reshape(-1).copy()
-            self.world.axis("data").all_reduce(flat, lane="urgent")
-            metrics = flat.reshape(-1, 2)
-        self.position.add(self.parallel.last_loss_sum, self.parallel.last_count, metrics.tolist())
-
-    def _update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
+    def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
+        """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
         self.world.activity.step = self.step_count
-        self.loss = self._step.run(parts, lr=self.lr, stop=self.should_stop, **options)
+        self.loss = self.eager.run(parts, lr=self.lr, stop=self.should_stop, **options)
         self.should_stop = self.should_stop or self.parallel.stop_agreed
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back."""
         step = self.step_count
         self.folder.step_row(
@@ -356,31 +300,6 @@ class Trainer:
             callback.on_step(self)
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
-
-    def _close_epoch(self, plan: FitPlan, progress: Progress) -> None:
-        """Validate, add the epoch's row to the history, and call back."""
-        position = self.position
-        row: dict[str, Any] = {
-            "epoch": position.epoch + 1,
-            "step": self.step_count,
-            "loss": position.mean_loss(),
-        }
-        if plan.validation is None:
-            for metric, (total, count) in zip(plan.metrics, position.metrics):
-                row[arguments.metric_name(metric)] = total / count if count else float("nan")
-        else:
-            results = self.evaluate(
-                plan.validation, metrics=plan.metrics, global_batch_size=plan.global_batch_size
-            )
-            row["validation_loss"] = results["loss"]
-            row.update({name: value for name, value in results.items() if name != "loss"})
-            for callback in self.callbacks:
-                callback.on_validation(self, results)
-        position.close_epoch(row)
-        self.folder.row(kind="epoch", **row)
-        progress.epoch(row)
-        for callback in self.callbacks:
-            callback.on_epoch(self)
 
     @_ends_the_job
     def step(self, batch: Any) -> float:
@@ -404,10 +323,10 @@ class Trainer:
         self._fix_nominal(agreed.sums[0])
         start = comm.exclusive_sum(count)
         parts = cut_batch(batch, self.accumulate, start, count, int(agreed.sums[0]), self.step_count)
-        self._update(parts)
+        self.update(parts)
         self._depth += 1
         try:
-            self._after_step()
+            self.after_step()
         finally:
             self._depth -= 1
         return self.loss
@@ -447,7 +366,7 @@ class Trainer:
                 say=lambda line: None,
             )
             with loader.updates(stop=len(loader)) as stream:
-                tally = evaluate(self._step.forward, self.loss_function, stream, metrics)
+                tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
         finally:
             self.model.train(was_training)
         return tally.reduced(comm)
