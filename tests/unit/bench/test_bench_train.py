@@ -1,0 +1,40 @@
+"""The benchmark's arguments and the object it writes."""
+
+import json
+
+import pytest
+
+from mpdp import bench
+from mpdp.bench.workloads import build
+
+
+def test_the_mlp_is_the_one_of_the_comparisons():
+    workload = build("mlp", 0)
+    shapes = {name: p.shape for name, p in workload.model.named_parameters()}
+    assert list(shapes.values()) == [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
+    assert workload.batch[0].shape == (128, 784)
+    assert workload.batch[0].dtype == "float32"
+    assert workload.items == 128
+    assert (workload.optimizer.lr, workload.optimizer.describe()["momentum"]) == (0.01, 0.9)
+    with pytest.raises(ValueError, match=r"workload: expected mlp, got 'x'"):
+        build("x", 0)
+
+
+def test_one_json_object(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    assert bench.main(["train", "mlp", "--quick", "--batch", "4", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result.keys() >= {"workload", "device", "ranks", "step_us", "items_per_second", "unit", "blas_threads"}
+    assert result["ranks"] == 1
+    assert result["batch_per_rank"] == 4
+    assert result["items_per_second"] == pytest.approx(4 * result["ranks"] / result["step_us"] * 1e6)
+    assert capsys.readouterr().out.startswith("mlp on 1 x cpu: ")
+    assert bench.main(["train", "mlp", "--quick", "--batch", "4", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"] == "mlp"
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["train", "x"], ["train", "mlp", "--batch", "0"], ["x"]])
+def test_usage_errors_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(arguments)
+    assert caught.value.code == 2

@@ -1,0 +1,119 @@
+"""Joining the launcher's world from one process: arguments, left-over variables, threads of BLAS."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpdp
+from mpdp import threads, world
+
+ROOT = Path(mpdp.__file__).resolve().parents[1]
+
+
+def python(code, **environ):
+    """Run code in a fresh interpreter without a launcher's variables."""
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI_LOCAL", "SLURM", "MPDP"))
+    }
+    clean["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_world_of_one_needs_no_mpi():
+    done = python(
+        "import sys, mpdp; w = mpdp.init(); assert 'mpi4py' not in sys.modules, 'MPI'; assert 'cupy' not in sys.modules;"
+        "print(w.rank, w.size, w.local_rank, w.local_size, w.node, w.num_nodes, w.device, w.timeout, w.axes)"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0 1 0 1 0 1 cpu 300.0 {'data': 1}\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"},
+    ],
+)
+def test_left_over_variables_are_said_once_and_not_believed(environ):
+    """I6: runs as one process with one warning, and waits for nobody."""
+    done = python("import mpdp; print(mpdp.init().size); mpdp.init()", **environ)
+    assert (done.stdout, done.returncode) == ("1\n", 0)
+    assert done.stderr.count("warning init: found") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, r'device: expected "cpu", "cuda" or "cuda:<ordinal>", got \'tpu\''),
+        ({"transport": "pigeon"}, r"transport: expected one of auto, mpi, got 'pigeon'"),
+        ({"timeout": 0}, r"timeout: expected a number of seconds above 0, got 0"),
+        ({"timeout": float("inf")}, r"timeout: expected a number of seconds above 0, got inf"),
+        ({"timeout": "5"}, r"timeout: expected a number of seconds above 0, got '5'"),
+        ({"timeout": True}, r"timeout: expected a number of seconds above 0, got True"),
+        ({"timeout": 7.0}, r"timeout: expected .* as in the first call of init, got 7.0"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    mpdp.init()
+    with pytest.raises(ValueError, match=message):
+        mpdp.init(**arguments)
+
+
+def test_init_is_idempotent():
+    assert mpdp.init() is mpdp.init(device="cpu") is mpdp.current_world()
+
+
+def test_an_axis_must_exist():
+    assert mpdp.init().axis("data").size == mpdp.init().size
+    with pytest.raises(ValueError, match=r"axis: expected one of data, got 'pipeline'"):
+        mpdp.init().axis("pipeline")
+
+
+def test_a_launcher_of_nonsense_is_an_error():
+    done = python(
+        "import mpdp; mpdp.init()", PMI_RANK="5", PMI_SIZE="2", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="2"
+    )
+    assert done.returncode == 1
+    assert "LaunchError: PMI_RANK: expected a number in 0..1 from the launcher, got '5'" in done.stderr
+
+
+def test_a_closed_stderr_is_no_reason_to_stop():
+    done = python(
+        "import sys, mpdp.world; sys.stderr.close(); mpdp.world.say(0, 1, 'info', 'x'); print('on')"
+    )
+    assert done.stdout == "on\n"
+
+
+@pytest.mark.parametrize(
+    ("affinity", "machine", "quota", "local_size", "expected"),
+    [
+        (2, 2, None, 1, 2),
+        (2, 2, None, 2, 1),
+        (2, 2, None, 4, 1),
+        (16, 16, None, 2, 8),
+        (16, 16, None, 3, 5),
+        (1, 16, None, 2, 1),
+        (16, 16, 4, 2, 2),
+        (64, 64, 1, 1, 1),
+    ],
+)
+def test_threads_a_rank(monkeypatch, affinity, machine, quota, local_size, expected):
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(affinity))
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(threads, "_quota", lambda: quota)
+    assert threads.per_rank(local_size) == expected
+
+
+def test_the_users_own_setting_of_threads_stands():
+    assert threads.cap(2, {"OMP_NUM_THREADS": "7"}) is None
+    assert threads.cap(1, {}) is None
+    assert world._blas_threads() >= 1
