@@ -9,6 +9,7 @@ A script that a job runs may use :func:`record` to hand a value back to the test
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -130,7 +131,7 @@ def launch(
         timeout: seconds until each rank's stack is printed and the job is ended.
         environ: variables to set on top; None as a value removes one.
         flags: more flags for the launcher.
-        after: called once with the command's process, when it has started.
+        after: called with the command's process when it has started; its ``mark`` is for :func:`marked`.
     """
     words = [os.fspath(argument) for argument in arguments]
     settings: dict[str, str] = {}
@@ -180,6 +181,7 @@ def run(
                 start_new_session=True,
                 preexec_fn=_no_core,
             )
+            process.mark = mark  # type: ignore[attr-defined]
             timed_out = False
             try:
                 if after is not None:
@@ -222,10 +224,8 @@ def _no_core() -> None:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.kill(pid, number)
-    except OSError:
-        pass
 
 
 def _print_stacks(mark: str) -> None:

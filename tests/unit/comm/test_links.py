@@ -106,7 +106,5 @@ def test_a_connection_without_the_key_is_dropped():
 def test_an_address_that_nobody_answers_is_an_error():
     listener = links.Listener(across_nodes=True)
     listener.close()
-    with pytest.raises(
-        CommunicationError, match="ring: expected to reach a rank on one of .*open TCP between"
-    ):
+    with pytest.raises(CommunicationError, match=r"ring: expected to reach a rank on one of .*open TCP"):
         links.connect(listener.address, time.monotonic() + 5)

@@ -55,9 +55,8 @@ class Node:
         return self.ends
 
     def reported(self):
-        return [
-            str(error) for error in self.ends.values() if error and not getattr(error, "secondary", False)
-        ]
+        errors = [error for error in self.ends.values() if error is not None]
+        return [str(error) for error in errors if not getattr(error, "secondary", False)]
 
 
 @pytest.fixture
@@ -135,9 +134,11 @@ def test_a_rank_that_vanished_is_reported_once(node, host):
     here.meet(1 - host)
     here.living.discard(2)
     ends = here.join()
-    assert here.reported() == [
-        "rank 2 ended before mpdp.init() without a word (killed, crashed or os._exit) while ranks 0, 1 wait in it"
-    ]
+    (report,) = here.reported()
+    assert report == (
+        "rank 2 ended before mpdp.init() without a word (killed, crashed or os._exit) "
+        "while ranks 0, 1 wait in it"
+    )
     assert ends[1].secondary
 
 
