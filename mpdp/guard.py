@@ -87,6 +87,8 @@ class Guard:
             return False
         self._pid = os.getpid()
         self.announcement = announcement
+        if environ.get(RANK_PROCESS, str(self._pid)) != str(self._pid):
+            os.environ.pop(MARKS, None)  # they are those of the job whose rank has started this one
         os.environ[RANK_PROCESS] = str(self._pid)
         self._mark("started", _this_process())
         atexit.register(self._on_exit)
@@ -213,13 +215,15 @@ class Guard:
             time.sleep(DEADLINE)
             self.end(code)
         self.error = error
-        self._report_error(error, thread)
-        if self.ring is not None:
-            self.ring.fail(_summary(error), code=code)
-            time.sleep(SPREAD)
-        else:
-            self._tell_meeting(_summary(error))
-        self.end(code)
+        try:
+            self._report_error(error, thread)
+            if self.ring is not None:
+                self.ring.fail(_summary(error), code=code)
+                time.sleep(SPREAD)
+            else:
+                self._tell_meeting(_summary(error))
+        finally:  # whatever goes wrong here, in a process that may be out of memory
+            self.end(code)
 
     def _on_exit(self) -> None:
         if self._pid != os.getpid() or self.announcement is None:

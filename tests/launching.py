@@ -262,7 +262,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _settle(mark: str, seconds: float = 1.0) -> list[int]:
+def _settle(mark: str, seconds: float = 3.0) -> list[int]:
     """Return who of the job is left a moment after its command has ended."""
     deadline = time.monotonic() + seconds
     while left := marked(mark):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..guard import MARKS
+from ..guard import MARKS, RANK_PROCESS
 from ..processes import Process, node_name
 from .command import Command
 
@@ -169,7 +169,7 @@ class _Job:
         try:
             self.process = subprocess.Popen(
                 self.command.words,
-                env={**os.environ, **self.command.settings, MARKS: str(self.folder)},
+                env=self._environ(),
                 # A group of its own: Ctrl-C comes to us alone and is forwarded once. A terminal may not be
                 # read from outside the foreground group.
                 process_group=0,
@@ -185,6 +185,10 @@ class _Job:
             for name, handler in before.items():
                 signal.signal(name, handler)
         return self._conclude(status)
+
+    def _environ(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
+        return {**inherited, **self.command.settings, MARKS: str(self.folder)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)

@@ -294,6 +294,32 @@ def test_a_forked_child_is_no_rank(make):
     guard._on_exit()
 
 
+def test_the_marks_of_an_outer_job_are_not_written_by_an_inner_one(make, monkeypatch, tmp_path):
+    monkeypatch.setenv(module.RANK_PROCESS, "1")
+    monkeypatch.setattr(module, "_belongs_to_a_rank", lambda environ: False)
+    guard = Guarded()
+    guard.install(
+        {
+            **RANK_1_OF_4,
+            "PMI_SIZE": "1",
+            "PMI_RANK": "0",
+            "MPI_LOCALNRANKS": "1",
+            "MPI_LOCALRANKID": "0",
+            module.RANK_PROCESS: "1",
+        }
+    )
+    atexit.unregister(guard._on_exit)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_fails_ends_the_job_all_the_same(make, monkeypatch):
+    guard = make()
+    monkeypatch.setattr(guard, "_report_error", lambda *arguments: (_ for _ in ()).throw(MemoryError()))
+    error = raised(ValueError("a bad sample"))
+    with pytest.raises(Ended):
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
 def test_a_missing_folder_of_marks_is_no_error(make, monkeypatch):
     monkeypatch.setenv(module.MARKS, "/nonexistent")
     make()._on_exit()
