@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import processes
@@ -120,6 +120,24 @@ class Guard:
         if self.announcement is not None and self._pid == os.getpid():
             meeting.meet(self.announcement, self.launcher, timeout, reported=self._has_failed_mark)
         self.met = True
+
+    @contextlib.contextmanager
+    def starting_mpi(self, timeout: float) -> Iterator[None]:
+        """Bound the time of ``MPI_Init``, in ``with guard.current.starting_mpi(t): from mpi4py import MPI``.
+
+        **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that goes
+        is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
+        ``timeout`` seconds a C thread prints the stack and ends the process.
+        """
+        guarded = self.announcement is not None and self.announcement.size > 1
+        if guarded:
+            with contextlib.suppress(Exception):  # stderr is closed or is no file
+                faulthandler.dump_traceback_later(timeout, exit=True)
+        try:
+            yield
+        finally:
+            if guarded:
+                faulthandler.cancel_dump_traceback_later()
 
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""

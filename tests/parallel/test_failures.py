@@ -197,6 +197,13 @@ def test_a_rank_behind_a_wrapper_that_ends_before_init_is_missed(job, tmp_path):
     assert re.search(VANISHED.format(n=2), result.output), result
 
 
+def test_a_rank_that_is_gone_inside_init_does_not_hold_the_others_for_ever(job):
+    """MPI_Init waits for it, holding the GIL: nothing in Python could say so."""
+    result = job(FAULTY, "os_exit_0", "inside", n=2, environ={"FAULTY_TIMEOUT": str(STALL_TIMEOUT)})
+    assert result.rc != 0 and result.seconds < WITHIN + STALL_TIMEOUT and not result.orphans, result
+    assert "Timeout (0:00:03)!" in result.output and "in init" in result.output, result
+
+
 def test_the_end_of_a_rank_is_seen_while_another_is_not_yet_in_init(job):
     result = job(FAULTY, "os_exit_3", "before", n=2, form="mpdp run", environ={"FAULTY_DELAY": "60"})
     assert result.rc != 0 and result.seconds < WITHIN, result
