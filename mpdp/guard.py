@@ -125,8 +125,8 @@ class Guard:
     def starting_mpi(self, timeout: float) -> Iterator[None]:
         """Bound the time of ``MPI_Init``, in ``with guard.current.starting_mpi(t): from mpi4py import MPI``.
 
-        **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that goes
-        is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
+        **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that
+        goes is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
         ``timeout`` seconds a C thread prints the stack and ends the process.
         """
         guarded = self.announcement is not None and self.announcement.size > 1

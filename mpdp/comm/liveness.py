@@ -84,9 +84,7 @@ class Ring:
         self._wake_read.setblocking(False)
         self._closing = False
         self._deadline: tuple[float, int] | None = None  # when to end, and with which status
-        self._departed: dict[str, Any] | None = (
-            None  # the first rank that left: its words, and when we heard them
-        )
+        self._departed: dict[str, Any] | None = None  # the first rank that left: its words, when we heard
         self._deaths: dict[int, float] = {}  # neighbour -> when its connection ended
         self._left = False
         self._token = False
