@@ -175,7 +175,7 @@ class Guard:
             self._reported = True
         where = "before init" if self.ring is None else f"in step {self.activity.step}"
         self._write(f"error {where}: {text}", body)
-        self._mark("failed", text)
+        self._mark("failed", f"{where}: {text}")
         return True
 
     def end(self, code: int = 1) -> None:

@@ -8,6 +8,7 @@ Owns the launcher's process and the folder of marks. A rank writes ``started.R``
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -38,20 +39,20 @@ class Marks:
 
     Attributes:
         started: rank -> its process, or None for one of another host.
-        failed: ranks that have reported.
+        failed: ranks that have reported -> where and what, the first one first.
         finished: ranks at their orderly end.
         all_finished: rank 0 says that all are.
     """
 
     started: dict[int, Process | None]
-    failed: set[int]
+    failed: dict[int, str]
     finished: set[int]
     all_finished: bool
 
     @classmethod
     def read(cls, folder: Path) -> Marks:
-        marks = cls({}, set(), set(), False)
-        for path in folder.iterdir():
+        marks = cls({}, {}, set(), False)
+        for path in sorted(folder.iterdir(), key=_age):
             kind, _, rank = path.name.partition(".")
             if path.name == "finished.all":
                 marks.all_finished = True
@@ -60,7 +61,7 @@ class Marks:
                 process = Process(int(pid), int(start), "", 0, "")
                 marks.started[int(rank)] = process if node == node_name() else None
             elif rank.isdigit() and kind == "failed":
-                marks.failed.add(int(rank))
+                marks.failed[int(rank)] = path.read_text(encoding="utf-8")
             elif rank.isdigit() and kind == "finished":
                 marks.finished.add(int(rank))
         return marks
@@ -161,7 +162,7 @@ class _Job:
         self.lost_since: float | None = None
         self.failed_since: float | None = None
         self.ending_since: float | None = None
-        self.marks = Marks({}, set(), set(), False)
+        self.marks = Marks({}, {}, set(), False)
 
     def run(self) -> int:
         names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -256,10 +257,20 @@ class _Job:
             if first is not None and not self.signalled:
                 self._say(f"rank {first} was the first to end, without a word (killed, crashed or os._exit)")
             self._say(f"{_ranks(unfinished)} of {self.n} did not finish")
+        for rank, what in itertools.islice(marks.failed.items(), 1):
+            # Once more below what the launcher has to say, and because Open MPI's drops output at times.
+            self._say(f"rank {rank} failed {what}")
         return code
 
     def _say(self, text: str) -> None:
         print(f"mpdp run: {text}", file=sys.stderr, flush=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # renamed in between
+        return 0
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -102,7 +102,7 @@ def judge(result, fault, when, n, form, family):
         wrong.append(f"{reports} reports")
     if result.output.count("Traceback (most recent call last)") > 1:
         wrong.append("several tracebacks")
-    if form == "mpdp run" and reports == 0 and "mpdp run: rank 1 was the first to end" not in result.output:
+    if form == "mpdp run" and not re.search("mpdp run: rank . (failed|ended|was the first)", result.output):
         wrong.append("no word of mpdp run")
     return wrong
 

@@ -164,7 +164,7 @@ def test_an_uncaught_error_is_reported_with_rank_and_step(make, capfd, tmp_path)
     assert lines[0] == "[1/4] error in step 12: ValueError: a bad sample"
     assert lines[1] == "Traceback (most recent call last):" and lines[-1] == "of two lines"
     assert guard.ring.told == [("ValueError: a bad sample", {"code": 1})]
-    assert (tmp_path / "failed.1").read_text() == "ValueError: a bad sample"
+    assert (tmp_path / "failed.1").read_text() == "in step 12: ValueError: a bad sample"
 
 
 def test_before_init_there_is_no_step(make, capfd):

@@ -19,7 +19,7 @@ from mpdp.processes import Process
 PRELUDE = f"""
 start() {{ echo -n "{processes.node_name()} $2 $(cut -d' ' -f22 /proc/$2/stat)" > $MPDP_MARKS/started.$1; }}
 finish() {{ : > $MPDP_MARKS/finished.$1; }}
-failed() {{ : > $MPDP_MARKS/failed.$1; }}
+failed() {{ echo -n "$2" > $MPDP_MARKS/failed.$1; }}
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -44,7 +44,7 @@ def shell(text):
     ],
 )
 def test_verdict(status, started, finished, all_finished, expected):
-    marks = Marks(dict.fromkeys(range(started)), set(), set(range(finished)), all_finished)
+    marks = Marks(dict.fromkeys(range(started)), {}, set(range(finished)), all_finished)
     assert verdict(status, marks, 2) == expected
 
 
@@ -100,6 +100,13 @@ def test_a_job_that_goes_on_after_a_failure_is_ended(monkeypatch, capfd):
 
 
 @linux
+def test_the_first_failure_is_repeated_at_the_end(capfd):
+    text = "start 0 $$; failed 1 'in step 3: ValueError: x'; sleep 0.1; failed 0 'in step 3: OSError'; exit 1"
+    assert supervise(shell(text), 2) == 1
+    assert capfd.readouterr().err == "mpdp run: rank 1 failed in step 3: ValueError: x\n"
+
+
+@linux
 def test_a_launcher_that_does_not_listen_is_killed(monkeypatch):
     monkeypatch.setattr(module, "FAILED", 0.1)
     monkeypatch.setattr(module, "PATIENCE", 0.3)
@@ -150,4 +157,4 @@ def test_marks_of_another_host_have_no_process(tmp_path):
     (tmp_path / "started.0").write_text(f"{processes.node_name()} 17 42")
     (tmp_path / "started.1").write_text("another host 17 42")
     (tmp_path / "failed.1.part").write_text("")
-    assert Marks.read(tmp_path) == Marks({0: Process(17, 42, "", 0, ""), 1: None}, set(), set(), False)
+    assert Marks.read(tmp_path) == Marks({0: Process(17, 42, "", 0, ""), 1: None}, {}, set(), False)
