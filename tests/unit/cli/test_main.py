@@ -1,4 +1,4 @@
-"""`mpdp` itself: sub-commands, help, usage errors; none of them imports NumPy or MPI."""
+"""`mpdp` itself: sub-commands, help, usage errors; none of them imports MPI or CuPy."""
 
 import subprocess
 import sys
@@ -27,12 +27,12 @@ def test_an_unknown_command_is_named(capsys):
 @pytest.mark.parametrize(
     "arguments, status", [(["--help"], 0), (["run", "--help"], 0), (["run", "no_such_file.py"], 2), ([], 2)]
 )
-def test_help_and_usage_errors_import_neither_numpy_nor_mpi(arguments, status):
+def test_help_and_usage_errors_import_neither_mpi_nor_cupy(arguments, status):
     code = (
         "import sys\n"
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        assert name.split('.')[0] not in ('numpy', 'mpi4py', 'cupy'), name\n"
+        "        assert name.split('.')[0] not in ('mpi4py', 'cupy'), name\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "from mpdp.cli.main import main\n"
         f"sys.exit(main({arguments!r}))\n"

@@ -133,6 +133,7 @@ def test_a_process_that_has_the_id_of_a_rank_by_chance_is_spared():
         assert other.poll() is None
     finally:
         other.kill()
+        other.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
