@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import processes
@@ -87,6 +87,8 @@ class Guard:
             return False
         self._pid = os.getpid()
         self.announcement = announcement
+        if environ.get(RANK_PROCESS, str(self._pid)) != str(self._pid):
+            os.environ.pop(MARKS, None)  # they are those of the job whose rank has started this one
         os.environ[RANK_PROCESS] = str(self._pid)
         self._mark("started", _this_process())
         atexit.register(self._on_exit)
@@ -118,6 +120,24 @@ class Guard:
         if self.announcement is not None and self._pid == os.getpid():
             meeting.meet(self.announcement, self.launcher, timeout, reported=self._has_failed_mark)
         self.met = True
+
+    @contextlib.contextmanager
+    def starting_mpi(self, timeout: float) -> Iterator[None]:
+        """Bound the time of ``MPI_Init``, in ``with guard.current.starting_mpi(t): from mpi4py import MPI``.
+
+        **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that
+        goes is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
+        ``timeout`` seconds a C thread prints the stack and ends the process.
+        """
+        guarded = self.announcement is not None and self.announcement.size > 1
+        if guarded:
+            with contextlib.suppress(Exception):  # stderr is closed or is no file
+                faulthandler.dump_traceback_later(timeout, exit=True)
+        try:
+            yield
+        finally:
+            if guarded:
+                faulthandler.cancel_dump_traceback_later()
 
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""
@@ -155,7 +175,7 @@ class Guard:
             self._reported = True
         where = "before init" if self.ring is None else f"in step {self.activity.step}"
         self._write(f"error {where}: {text}", body)
-        self._mark("failed", text)
+        self._mark("failed", f"{where}: {text}")
         return True
 
     def end(self, code: int = 1) -> None:
@@ -213,13 +233,15 @@ class Guard:
             time.sleep(DEADLINE)
             self.end(code)
         self.error = error
-        self._report_error(error, thread)
-        if self.ring is not None:
-            self.ring.fail(_summary(error), code=code)
-            time.sleep(SPREAD)
-        else:
-            self._tell_meeting(_summary(error))
-        self.end(code)
+        try:
+            self._report_error(error, thread)
+            if self.ring is not None:
+                self.ring.fail(_summary(error), code=code)
+                time.sleep(SPREAD)
+            else:
+                self._tell_meeting(_summary(error))
+        finally:  # whatever goes wrong here, in a process that may be out of memory
+            self.end(code)
 
     def _on_exit(self) -> None:
         if self._pid != os.getpid() or self.announcement is None:

@@ -16,7 +16,7 @@ import launching
 
 @pytest.fixture
 def job() -> Callable[..., launching.Result]:
-    """Run a script as n ranks: ``job("script.py", "argument", n=3, form="mpdp run")``; see tests/launching.py."""
+    """Run a script as n ranks: ``job("script.py", "argument", n=3, form="mpdp run")``; see `launching`."""
     if launching.mpi() is None:
         if "mpi" in os.environ.get("MPDP_REQUIRE", "").split(","):
             pytest.fail("MPDP_REQUIRE names mpi, and mpi4py finds no MPI library with a launcher")

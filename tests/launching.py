@@ -131,7 +131,7 @@ def launch(
         timeout: seconds until each rank's stack is printed and the job is ended.
         environ: variables to set on top; None as a value removes one.
         flags: more flags for the launcher.
-        after: called once with the command's process, when it has started.
+        after: called with the command's process when it has started; its ``mark`` is for :func:`marked`.
     """
     words = [os.fspath(argument) for argument in arguments]
     settings: dict[str, str] = {}
@@ -181,6 +181,7 @@ def run(
                 start_new_session=True,
                 preexec_fn=_no_core,
             )
+            process.mark = mark  # type: ignore[attr-defined]
             timed_out = False
             try:
                 if after is not None:
@@ -261,7 +262,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _settle(mark: str, seconds: float = 1.0) -> list[int]:
+def _settle(mark: str, seconds: float = 3.0) -> list[int]:
     """Return who of the job is left a moment after its command has ended."""
     deadline = time.monotonic() + seconds
     while left := marked(mark):

@@ -1,7 +1,7 @@
 """``mpdp``: choose a sub-command and give it the rest of the line.
 
-Owns the list of sub-commands. Imports one only when it is asked for, so that ``--help`` and usage errors need
-neither NumPy nor MPI.
+Owns the list of sub-commands. Imports one only when it is asked for, so that ``--help`` and usage errors
+need neither MPI nor a GPU.
 """
 
 from __future__ import annotations

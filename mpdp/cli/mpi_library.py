@@ -148,7 +148,7 @@ def _candidates(library: MpiLibrary, environ: Mapping[str, str]) -> list[str]:
     folders: list[str] = []
     if library.path:
         for file in (Path(library.path), Path(library.path).resolve()):
-            folders += [str(parent / "bin") for parent in list(file.parents)[:4]]
+            folders += [str(parent / "bin") for parent in list(file.parents)[:4] if parent != parent.parent]
     folders += environ.get("PATH", os.defpath).split(os.pathsep)
     found = (
         shutil.which(name, path=folder)

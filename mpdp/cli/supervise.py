@@ -8,7 +8,9 @@ Owns the launcher's process and the folder of marks. A rank writes ``started.R``
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -20,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..guard import MARKS
+from ..guard import MARKS, RANK_PROCESS
 from ..processes import Process, node_name
 from .command import Command
 
-LOOK = 0.25  # seconds between looks at the marks
+LOOK = 0.25  # seconds between looks at the marks,
+SOON = 0.02  # while ranks are still to start
 LOST = 3.0  # a rank that ended without a word is the ring's to report; after so long nobody does
 FAILED = 5.0  # a rank that reported ends the job within 2 s; after so long it has not
 PATIENCE = 5.0  # from SIGTERM to SIGKILL
@@ -36,20 +39,20 @@ class Marks:
 
     Attributes:
         started: rank -> its process, or None for one of another host.
-        failed: ranks that have reported.
+        failed: ranks that have reported -> where and what, the first one first.
         finished: ranks at their orderly end.
         all_finished: rank 0 says that all are.
     """
 
     started: dict[int, Process | None]
-    failed: set[int]
+    failed: dict[int, str]
     finished: set[int]
     all_finished: bool
 
     @classmethod
     def read(cls, folder: Path) -> Marks:
-        marks = cls({}, set(), set(), False)
-        for path in folder.iterdir():
+        marks = cls({}, {}, set(), False)
+        for path in sorted(folder.iterdir(), key=_age):
             kind, _, rank = path.name.partition(".")
             if path.name == "finished.all":
                 marks.all_finished = True
@@ -58,7 +61,7 @@ class Marks:
                 process = Process(int(pid), int(start), "", 0, "")
                 marks.started[int(rank)] = process if node == node_name() else None
             elif rank.isdigit() and kind == "failed":
-                marks.failed.add(int(rank))
+                marks.failed[int(rank)] = path.read_text(encoding="utf-8")
             elif rank.isdigit() and kind == "finished":
                 marks.finished.add(int(rank))
         return marks
@@ -104,14 +107,62 @@ def supervise(command: Command, n: int) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Ends:
+    """The order in which processes of this host end, as the kernel tells it.
+
+    A launcher kills the survivors of a rank within milliseconds, so a look now and then would find them all
+    gone. An epoll object returns what happened in its order. Without one (not Linux) nothing is noted.
+    """
+
+    def __init__(self, launcher: int) -> None:
+        self.order: list[int] = []
+        self._seen: set[int] = set()
+        self._ranks: dict[int, int] = {}
+        self._poll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
+        if self._poll is not None:
+            self._launcher = os.pidfd_open(launcher)
+            self._poll.register(self._launcher, select.EPOLLIN)
+
+    def add(self, rank: int, process: Process) -> None:
+        if self._poll is None or rank in self._seen:
+            return
+        self._seen.add(rank)
+        try:
+            handle = os.pidfd_open(process.pid)
+        except OSError:
+            self.order.append(rank)
+            return
+        self._ranks[handle] = rank
+        self._poll.register(handle, select.EPOLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Return when a process has ended, or after a while."""
+        if self._poll is None:
+            time.sleep(seconds)
+            return
+        for handle, _ in self._poll.poll(seconds):
+            self._poll.unregister(handle)
+            os.close(handle)
+            if handle != self._launcher:
+                self.order.append(self._ranks.pop(handle))
+
+    def close(self) -> None:
+        for handle in self._ranks:
+            os.close(handle)
+        if self._poll is not None:
+            self._poll.close()
+
+
 class _Job:
     def __init__(self, command: Command, n: int, folder: Path) -> None:
         self.command, self.n, self.folder = command, n, folder
         self.signals: list[int] = []
         self.interrupts = 0
+        self.signalled = self.told = False
         self.lost_since: float | None = None
         self.failed_since: float | None = None
         self.ending_since: float | None = None
+        self.marks = Marks({}, {}, set(), False)
 
     def run(self) -> int:
         names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -119,27 +170,30 @@ class _Job:
         try:
             self.process = subprocess.Popen(
                 self.command.words,
-                env={**os.environ, **self.command.settings, MARKS: str(self.folder)},
+                env=self._environ(),
                 # A group of its own: Ctrl-C comes to us alone and is forwarded once. A terminal may not be
                 # read from outside the foreground group.
                 process_group=0,
                 stdin=subprocess.DEVNULL if sys.stdin is not None and sys.stdin.isatty() else None,
                 preexec_fn=_end_with_parent(),
             )
-            while True:
-                try:
-                    status = self.process.wait(LOOK)
-                    break
-                except subprocess.TimeoutExpired:
-                    self._forward()
-                    self._look(time.monotonic())
+            self.ends = _Ends(self.process.pid)
+            while (status := self.process.poll()) is None:
+                self._forward()
+                self._look(time.monotonic())
+                self.ends.wait(LOOK if len(self.marks.started) == self.n else SOON)
         finally:
             for name, handler in before.items():
                 signal.signal(name, handler)
         return self._conclude(status)
 
+    def _environ(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
+        return {**inherited, **self.command.settings, MARKS: str(self.folder)}
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
+        self.signalled = True
         self._forward()
 
     def _forward(self) -> None:
@@ -159,12 +213,16 @@ class _Job:
             if now - self.ending_since > PATIENCE:
                 self._kill()
             return
-        marks = Marks.read(self.folder)
+        marks = self.marks = Marks.read(self.folder)
+        for rank, process in marks.started.items():
+            if process is not None:
+                self.ends.add(rank, process)
         lost = marks.lost()
         self.lost_since = (self.lost_since or now) if lost else None
         self.failed_since = (self.failed_since or now) if marks.failed else None
         if self.lost_since is not None and now - self.lost_since > LOST:
             self._say(f"{_ranks(lost)} ended without a word (killed, crashed or os._exit); ending the job")
+            self.told = True
             self._end()
         elif self.failed_since is not None and now - self.failed_since > FAILED:
             self._say(f"{_ranks(sorted(marks.failed))} failed and the job goes on; ending it")
@@ -186,18 +244,33 @@ class _Job:
                     os.kill(process.pid, signal.SIGKILL)
 
     def _conclude(self, status: int) -> int:
+        self.ends.wait(0)
+        self.ends.close()
         marks = Marks.read(self.folder)
         self._kill_ranks()
         code = verdict(status, marks, self.n)
         if self.interrupts and code != 0:
             code = 128 + signal.SIGINT  # MPICH's mpirun mixes the ranks' signals into one number
         unfinished = marks.unfinished(self.n)
-        if code != 0 and unfinished and not marks.failed:
+        if code != 0 and unfinished and not marks.failed and not self.told:
+            first = next((rank for rank in self.ends.order if rank in unfinished), None)
+            if first is not None and not self.signalled:
+                self._say(f"rank {first} was the first to end, without a word (killed, crashed or os._exit)")
             self._say(f"{_ranks(unfinished)} of {self.n} did not finish")
+        for rank, what in itertools.islice(marks.failed.items(), 1):
+            # Once more below what the launcher has to say, and because Open MPI's drops output at times.
+            self._say(f"rank {rank} failed {what}")
         return code
 
     def _say(self, text: str) -> None:
         print(f"mpdp run: {text}", file=sys.stderr, flush=True)
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # renamed in between
+        return 0
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -56,9 +56,7 @@ class Link:
         """Send a message; what the peer does not take now is kept and sent with the next one. **Local.**"""
         line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         with self._lock:
-            if (
-                kind != "beat" or not self._out
-            ):  # to a peer that reads nothing for now, one more says nothing new
+            if kind != "beat" or not self._out:  # one more says nothing new to a peer that reads nothing
                 self._out += line
             try:
                 while self._out:

@@ -84,9 +84,7 @@ class Ring:
         self._wake_read.setblocking(False)
         self._closing = False
         self._deadline: tuple[float, int] | None = None  # when to end, and with which status
-        self._departed: dict[str, Any] | None = (
-            None  # the first rank that left: its words, and when we heard them
-        )
+        self._departed: dict[str, Any] | None = None  # the first rank that left: its words, when we heard
         self._deaths: dict[int, float] = {}  # neighbour -> when its connection ended
         self._left = False
         self._token = False
@@ -121,17 +119,22 @@ class Ring:
         """
         assert self._listener is not None, "listen() comes first"
         deadline = time.monotonic() + patience
-        self._successor = connect(successor, deadline, rank=self.rank)
-        accepted = self._listener.accept(deadline)
-        self._listener.close()
         before = (self.rank - 1) % self.size
-        if accepted is None or accepted[1].get("rank") != before:
-            got = "nobody" if accepted is None else f"rank {accepted[1].get('rank')}"
-            raise CommunicationError(
-                f"ring: expected rank {before} to connect within {patience:g} s, got {got}; "
-                "open TCP between the nodes, or check their host names"
-            )
-        self._predecessor = accepted[0]
+        try:
+            self._successor = connect(successor, deadline, rank=self.rank)
+            accepted = self._listener.accept(deadline)
+            self._predecessor = None if accepted is None else accepted[0]
+            if accepted is None or accepted[1].get("rank") != before:
+                got = "nobody" if accepted is None else f"rank {accepted[1].get('rank')}"
+                raise CommunicationError(
+                    f"ring: expected rank {before} to connect within {patience:g} s, got {got}; "
+                    "open TCP between the nodes, or check their host names"
+                )
+        except CommunicationError:
+            self.forget()
+            raise
+        finally:
+            self._listener.close()
         self._thread = threading.Thread(target=self._run, name="mpdp-liveness", daemon=True)
         self._thread.start()
 

@@ -241,6 +241,10 @@ class _Host:
             )
         if now >= self._next_look:
             self._next_look = now + LOOK
+            if self._meeting.launcher.ended:
+                name = self._meeting.launcher.name
+                text = f"the launcher ({name}) is gone while {_wait(waiting)} in mpdp.init()"
+                return _fail(waiting[0], text) if waiting else {"kind": "gone"}
             lost = self._vanished(now)
             if lost is not None and not waiting and len(leaving) + len(lost) >= self._meeting.expected:
                 return {"kind": "gone"}

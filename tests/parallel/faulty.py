@@ -1,8 +1,8 @@
 """A job in which one rank does what the command line says: `faulty.py FAULT WHEN`.
 
-WHEN is `before` (init), `middle` (step 3 of 6), or `end` (after the last step). FAULTY_RANK is the rank that
-does it (default 1; `all`: every rank), FAULTY_TIMEOUT the timeout given to init, FAULTY_DELAY the seconds
-that the others wait before init.
+WHEN is `before` (init), `inside` (it, after the meeting), `middle` (step 3 of 6), or `end` (after the last
+step). FAULTY_RANK is the rank that does it (default 1; `all`: every rank), FAULTY_TIMEOUT the timeout given
+to init, FAULTY_DELAY the seconds that the others wait before init.
 """
 
 import os
@@ -110,7 +110,7 @@ def main():
     misbehave("before")
     if not IS_BAD:
         time.sleep(float(os.environ.get("FAULTY_DELAY", "0")))
-    world = WORLD = mpdp.init(timeout=TIMEOUT)
+    world = WORLD = mpdp.init(timeout=TIMEOUT, misbehave=misbehave)
     for step in range(1, 7):
         world.activity.step = step
         if step == 3:

@@ -27,11 +27,13 @@ class World:
         guard.current.fail(error)
 
 
-def init(timeout=300.0):
+def init(timeout=300.0, misbehave=lambda when: None):
     state = guard.current
     state.meet(timeout)
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
-    from mpi4py import MPI
+    with state.starting_mpi(timeout):
+        misbehave("inside")
+        from mpi4py import MPI
 
     from mpdp.comm.links import ADDRESS_BYTES
     from mpdp.comm.liveness import Ring

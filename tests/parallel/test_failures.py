@@ -1,7 +1,7 @@
 """Whatever one rank does, the job ends soon, says so once, and never ends with status 0.
 
 The committed table holds pairs that cover every fault, moment, world size and launch form once or more.
-`python tests/parallel/test_failures.py` prints the whole product (about 5 minutes).
+`PYTHONPATH=.:tests python tests/parallel/test_failures.py` prints the whole product (about 3 minutes).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import launching
 import pytest
 
 HERE = Path(__file__).parent
@@ -22,12 +23,16 @@ WITHIN = 5.0  # seconds from the start of the job, which itself takes up to one,
 STALL_TIMEOUT = 3.0
 
 REPORT = re.compile(r"\[\d+/\d+\] error ")
+INIT = r"\[\d/{n}\] error before init: RankFailedError: rank 1 "
 BEFORE, MIDDLE = r"\[1/{n}\] error before init: ", r"\[1/{n}\] error in step 3: "
 DIED = r"\[\d/{n}\] error in step [23]: rank 1 died: its process ended without a word"
 LEFT = r"\[\d/{n}\] error in step 3: rank 1 left while rank \d is in step 3 \(all_reduce\)"
-VANISHED = r"\[\d/{n}\] error before init: RankFailedError: rank 1 ended before mpdp.init\(\) without a word"
-ABSENT = r"\[\d/{n}\] error before init: RankFailedError: rank 1 left before mpdp.init\(\) while ranks? 0(,
-2)? waits?"
+VANISHED = INIT + r"ended before mpdp.init\(\) without a word"
+ABSENT = INIT + r"left before mpdp.init\(\) while ranks? \d(, \d)? waits?"
+LATE = (
+    r"\[\d/{n}\] error before init: StallError: mpdp.init: expected all {n} ranks .* got no word from rank 1"
+)
+STALLED = MIDDLE + r"stalled: rank 1, step 3, in no collective \(rank \d waits for more than 3 s\)"
 
 # fault -> (report before init, report in mid-training)
 FAULTS = {
@@ -36,22 +41,18 @@ FAULTS = {
         BEFORE + r"ValueError: a bad sample \(in thread 'loader'\)",
         MIDDLE + r"ValueError: a bad sample \(in thread 'loader'\)",
     ),
-    "exit_0": (ABSENT.replace("ranks? 0(, 2)?", r"ranks? \d(, \d)?"), LEFT),
-    "exit_3": (ABSENT.replace("ranks? 0(, 2)?", r"ranks? \d(, \d)?"), LEFT),
-    "return": (ABSENT.replace("ranks? 0(, 2)?", r"ranks? \d(, \d)?"), LEFT),
+    "exit_0": (ABSENT, LEFT),
+    "exit_3": (ABSENT, LEFT),
+    "return": (ABSENT, LEFT),
     "os_exit_0": (VANISHED, DIED),
     "os_exit_3": (VANISHED, DIED),
     "kill": (VANISHED, DIED),
     "crash": (VANISHED, DIED),
-    "stall": (
-        r"\[\d/{n}\] error before init: StallError: mpdp.init: expected all {n} ranks of this node within 3
-        s, " "got no word from rank 1", r"\[1/{n}\] error in step 3: stalled: rank 1, step 3, in no
-        collective \(rank \d waits for more than 3 s\)",
-    ),
+    "stall": (LATE, STALLED),
     "interrupt": (BEFORE + "KeyboardInterrupt", MIDDLE + "KeyboardInterrupt"),
 }
 # The launcher itself sees such an end and kills the survivors within milliseconds: their report is best
-# effort.
+# effort, and `mpdp run` names the rank where they do not get to it.
 SEEN_BY_LAUNCHER = ("os_exit_0", "os_exit_3", "kill", "crash")
 
 TABLE = [
@@ -85,7 +86,7 @@ def judge(result, fault, when, n, form, family):
     wrong = []
     reports = len(REPORT.findall(result.output))
     pattern = FAULTS[fault][when == "middle"].format(n=n)
-    best_effort = fault in SEEN_BY_LAUNCHER and (form == "mpirun" or when == "before")
+    best_effort = fault in SEEN_BY_LAUNCHER
     within = WITHIN + (STALL_TIMEOUT if fault == "stall" else 0)
     if result.timed_out or result.seconds > within:
         wrong.append(f"took {result.seconds:.1f} s, more than {within:g} s")
@@ -101,7 +102,7 @@ def judge(result, fault, when, n, form, family):
         wrong.append(f"{reports} reports")
     if result.output.count("Traceback (most recent call last)") > 1:
         wrong.append("several tracebacks")
-    if form == "mpdp run" and reports == 0 and "did not finish" not in result.output:
+    if form == "mpdp run" and not re.search("mpdp run: rank . (failed|ended|was the first)", result.output):
         wrong.append("no word of mpdp run")
     return wrong
 
@@ -174,7 +175,9 @@ def test_a_reported_failure_ends_the_job_although_the_program_goes_on(job):
 def test_a_forked_worker_does_not_hide_a_death(job):
     result = job(FAULTY, "die_with_workers", "middle", n=2, form="mpdp run")
     assert result.rc != 0 and result.seconds < WITHIN, result
-    assert re.search(DIED.format(n=2), result.output), result
+    assert re.search(DIED.format(n=2), result.output) or "rank 1 was the first to end" in result.output, (
+        result
+    )
 
 
 def test_an_error_that_another_hook_prints_ends_the_job(job):
@@ -194,10 +197,17 @@ def test_a_rank_behind_a_wrapper_that_ends_before_init_is_missed(job, tmp_path):
     assert re.search(VANISHED.format(n=2), result.output), result
 
 
+def test_a_rank_that_is_gone_inside_init_does_not_hold_the_others_for_ever(job):
+    """MPI_Init waits for it, holding the GIL: nothing in Python could say so."""
+    result = job(FAULTY, "os_exit_0", "inside", n=2, environ={"FAULTY_TIMEOUT": str(STALL_TIMEOUT)})
+    assert result.rc != 0 and result.seconds < WITHIN + STALL_TIMEOUT and not result.orphans, result
+    assert "Timeout (0:00:03)!" in result.output and "in init" in result.output, result
+
+
 def test_the_end_of_a_rank_is_seen_while_another_is_not_yet_in_init(job):
     result = job(FAULTY, "os_exit_3", "before", n=2, form="mpdp run", environ={"FAULTY_DELAY": "60"})
     assert result.rc != 0 and result.seconds < WITHIN, result
-    assert "mpdp run: rank 1 ended without a word" in result.output or "did not finish" in result.output
+    assert re.search("mpdp run: rank 1 (ended without a word|was the first to end)", result.output), result
 
 
 @pytest.mark.parametrize(
@@ -218,25 +228,22 @@ def test_the_death_of_the_launcher_ends_the_ranks(job):
     def kill(process):
         time.sleep(1.5)
         process.kill()
-        time.sleep(WITHIN)
+        deadline = time.monotonic() + WITHIN
+        while len(launching.marked(process.mark)) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     result = job(FAULTY, "stall", "middle", n=2, after=kill, environ={"FAULTY_RANK": "all"})
     assert not result.orphans, result
 
 
 def _family():
-    import launching
-
     return launching.mpi()[0]
 
 
 def _print_table():
-    import launching
-
     family = _family()
-    print(
-        f"| {family}: fault | when | n | form | seconds | status | reports | wrong |\n|---|---|---|---|---|---|---|---|"
-    )
+    print(f"| {family}: fault | when | n | form | seconds | status | reports | wrong |")
+    print("|---|---|---|---|---|---|---|---|")
     bad = 0
     for fault, when, n, form in itertools.product(
         FAULTS, ("before", "middle"), (2, 3), ("mpirun", "mpdp run")
@@ -253,6 +260,4 @@ def _print_table():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-    sys.path.insert(0, str(HERE.parent.parent))
     sys.exit(_print_table())

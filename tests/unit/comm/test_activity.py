@@ -19,9 +19,7 @@ def test_a_call_is_visible_while_it_lasts():
 def test_nothing_is_entered_after_a_failure():
     activity = Activity()
     activity.failure = "rank 1 failed in step 3: ValueError: a bad sample"
-    with pytest.raises(
-        RankFailedError, match="barrier: expected all ranks alive, got a failure .rank 1 failed"
-    ) as info:
+    with pytest.raises(RankFailedError, match=r"barrier: expected all ranks alive, got .* \(rank 1") as info:
         activity.enter("barrier")
     assert info.value.secondary and activity.call is None
 

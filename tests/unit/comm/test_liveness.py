@@ -200,6 +200,9 @@ def test_a_silent_rank_is_a_stall_only_after_the_timeout(build, monkeypatch):
 
 def test_a_forked_child_gives_up_its_copies(build):
     ranks = build(2)
+    ranks[1].ring._closing = True
+    ranks[1].ring._wake()
+    ranks[1].ring._thread.join()  # a child has no such thread
     ranks[1].ring.forget()
     assert ranks[1].ring._successor.sock.fileno() == -1
 

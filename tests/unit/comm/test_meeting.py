@@ -1,13 +1,13 @@
 """The meeting before MPI_Init, with ranks as threads and a launcher whose children are a set."""
 
-import os
-import secrets
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
+from mpdp import processes
 from mpdp.comm import meeting
 from mpdp.errors import RankFailedError, StallError
 from mpdp.launch import Announcement
@@ -21,7 +21,8 @@ class Node:
 
     def __init__(self, size, world=None):
         self.size, self.world = size, world or size
-        self.launcher = Process(os.getpid(), secrets.randbits(60), "mpirun", 1, "S")
+        self.process = subprocess.Popen(["sleep", "60"])
+        self.launcher = processes.look(self.process.pid)
         self.living = set(range(size))
         self.ends = {}
         self.threads = []
@@ -36,6 +37,8 @@ class Node:
                 self.ends[rank] = None
             except Exception as error:
                 self.ends[rank] = error
+            if call is not meeting.meet or self.ends[rank] is not None:
+                self.living.discard(rank)  # its process ends
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
@@ -55,9 +58,8 @@ class Node:
         return self.ends
 
     def reported(self):
-        return [
-            str(error) for error in self.ends.values() if error and not getattr(error, "secondary", False)
-        ]
+        errors = [error for error in self.ends.values() if error is not None]
+        return [str(error) for error in errors if not getattr(error, "secondary", False)]
 
 
 @pytest.fixture
@@ -66,13 +68,16 @@ def node(monkeypatch):
 
     def node(size, world=None):
         made = Node(size, world)
-        nodes[made.launcher] = made
+        nodes[made.launcher.pid] = made
         return made
 
-    monkeypatch.setattr(meeting, "ranks_of", lambda launcher: nodes[launcher].living)
+    monkeypatch.setattr(meeting, "ranks_of", lambda launcher: nodes[launcher.pid].living)
     monkeypatch.setattr(meeting, "VANISHED", 0.2)
     monkeypatch.setattr(meeting, "LOOK", 0.05)
-    return node
+    yield node
+    for made in nodes.values():
+        made.process.kill()
+        made.process.wait()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 16])
@@ -135,9 +140,11 @@ def test_a_rank_that_vanished_is_reported_once(node, host):
     here.meet(1 - host)
     here.living.discard(2)
     ends = here.join()
-    assert here.reported() == [
-        "rank 2 ended before mpdp.init() without a word (killed, crashed or os._exit) while ranks 0, 1 wait in it"
-    ]
+    (report,) = here.reported()
+    assert report == (
+        "rank 2 ended before mpdp.init() without a word (killed, crashed or os._exit) "
+        "while ranks 0, 1 wait in it"
+    )
     assert ends[1].secondary
 
 
@@ -172,6 +179,24 @@ def test_a_late_rank_is_a_stall(node):
     assert here.reported()[0].startswith(
         "mpdp.init: expected all 2 ranks of this node within 0 s, got no word from rank 1"
     )
+
+
+def test_the_end_of_the_launcher_is_reported_once(node):
+    here = node(3)
+    here.meet(0), here.meet(2)
+    time.sleep(0.1)
+    here.process.kill()
+    here.join()
+    (report,) = here.reported()
+    assert report.endswith(" is gone while ranks 0, 2 wait in mpdp.init()")
+
+
+def test_those_who_leave_do_not_wait_without_a_launcher(node):
+    here = node(2)
+    here.leave(0)
+    time.sleep(0.1)
+    here.process.kill()
+    assert here.join() == {0: None}
 
 
 def test_children_that_tell_nothing_are_no_evidence(node):

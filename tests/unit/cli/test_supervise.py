@@ -1,0 +1,161 @@
+"""The parent of a job: exit status, marks, signals, ranks that outlive the launcher; the job is a shell."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mpdp import processes
+from mpdp.cli import supervise as module
+from mpdp.cli.command import Command
+from mpdp.cli.supervise import Marks, supervise, verdict
+from mpdp.processes import Process
+
+# A rank's part in shell: `start R` with this shell as its process, `finish R`.
+PRELUDE = f"""
+start() {{ echo -n "{processes.node_name()} $2 $(cut -d' ' -f22 /proc/$2/stat)" > $MPDP_MARKS/started.$1; }}
+finish() {{ : > $MPDP_MARKS/finished.$1; }}
+failed() {{ echo -n "$2" > $MPDP_MARKS/failed.$1; }}
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def shell(text):
+    return Command(("bash", "-c", PRELUDE + text), {"SETTING": "7"})
+
+
+@pytest.mark.parametrize(
+    "status, started, finished, all_finished, expected",
+    [
+        (0, 0, 0, False, 0),  # a script without mpdp
+        (0, 2, 2, False, 0),
+        (0, 2, 0, True, 0),  # hosts that do not share the folder
+        (0, 1, 1, True, 0),
+        (0, 2, 1, False, 1),  # MPICH after os._exit(0)
+        (0, 2, 0, False, 1),
+        (3, 2, 2, False, 3),
+        (9, 2, 1, False, 9),
+        (-15, 2, 0, False, 143),
+        (-9, 0, 0, False, 137),
+    ],
+)
+def test_verdict(status, started, finished, all_finished, expected):
+    marks = Marks(dict.fromkeys(range(started)), {}, set(range(finished)), all_finished)
+    assert verdict(status, marks, 2) == expected
+
+
+def test_settings_reach_the_job():
+    assert supervise(shell('test "$SETTING" = 7'), 2) == 0
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_without_mpdp_keeps_its_status(code):
+    assert supervise(shell(f"exit {code}"), 2) == code
+
+
+@linux
+def test_a_rank_that_did_not_finish_is_a_failure(capfd):
+    assert supervise(shell("start 0 $$; start 1 $$; finish 0; exit 0"), 2) == 1
+    assert "mpdp run: rank 1 of 2 did not finish" in capfd.readouterr().err
+
+
+@linux
+def test_all_ranks_finished():
+    assert supervise(shell("start 0 $$; start 1 $$; finish 0; finish 1"), 2) == 0
+
+
+@linux
+def test_the_first_to_end_is_named(capfd):
+    text = """
+    sleep 0.4 & a=$!
+    sleep 0.2 & b=$!
+    start 0 $a; start 1 $b
+    wait; exit 9
+    """
+    assert supervise(shell(text), 2) == 9
+    assert "mpdp run: rank 1 was the first to end, without a word" in capfd.readouterr().err
+
+
+@linux
+def test_a_job_that_goes_on_without_a_rank_is_ended(monkeypatch, capfd):
+    monkeypatch.setattr(module, "LOST", 0.3)
+    begin = time.monotonic()
+    assert supervise(shell("sleep 0.1 & start 1 $!; start 0 $$; wait; exec sleep 30"), 2) == 143
+    assert time.monotonic() - begin < 5
+    assert (
+        "mpdp run: rank 1 ended without a word (killed, crashed or os._exit); ending the job"
+        in capfd.readouterr().err
+    )
+
+
+@linux
+def test_a_job_that_goes_on_after_a_failure_is_ended(monkeypatch, capfd):
+    monkeypatch.setattr(module, "FAILED", 0.3)
+    assert supervise(shell("start 0 $$; failed 1; exec sleep 30"), 2) == 143
+    assert "mpdp run: rank 1 failed and the job goes on; ending it" in capfd.readouterr().err
+
+
+@linux
+def test_the_first_failure_is_repeated_at_the_end(capfd):
+    text = "start 0 $$; failed 1 'in step 3: ValueError: x'; sleep 0.1; failed 0 'in step 3: OSError'; exit 1"
+    assert supervise(shell(text), 2) == 1
+    assert capfd.readouterr().err == "mpdp run: rank 1 failed in step 3: ValueError: x\n"
+
+
+@linux
+def test_a_launcher_that_does_not_listen_is_killed(monkeypatch):
+    monkeypatch.setattr(module, "FAILED", 0.1)
+    monkeypatch.setattr(module, "PATIENCE", 0.3)
+    assert supervise(shell("trap '' TERM; failed 1; while :; do sleep 0.1; done"), 2) == 137
+
+
+@linux
+def test_a_rank_that_outlives_the_launcher_is_killed():
+    rank = subprocess.Popen(["sleep", "30"])
+    try:
+        assert supervise(shell(f"start 0 {rank.pid}; exit 7"), 1) == 7
+        assert rank.wait(2) == -signal.SIGKILL
+    finally:
+        rank.kill()
+
+
+@linux
+def test_a_process_that_has_the_id_of_a_rank_by_chance_is_spared():
+    other = subprocess.Popen(["sleep", "30"])
+    try:
+        supervise(
+            shell(f'echo -n "{processes.node_name()} {other.pid} 1" > $MPDP_MARKS/started.0; exit 7'), 1
+        )
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_forwarded(number, tmp_path):
+    name = number.name.removeprefix("SIG")
+    seen = tmp_path / "seen"
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
+    timer.start()
+    code = supervise(shell(f"trap 'echo {name} >> {seen}; exit 5' {name}; while :; do sleep 0.05; done"), 2)
+    assert seen.read_text() == f"{name}\n"
+    assert code == (130 if number == signal.SIGINT else 5)
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    supervise(shell("exit 0"), 2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@linux
+def test_marks_of_another_host_have_no_process(tmp_path):
+    (tmp_path / "started.0").write_text(f"{processes.node_name()} 17 42")
+    (tmp_path / "started.1").write_text("another host 17 42")
+    (tmp_path / "failed.1.part").write_text("")
+    assert Marks.read(tmp_path) == Marks({0: Process(17, 42, "", 0, ""), 1: None}, {}, set(), False)
