@@ -156,6 +156,6 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         comm.broadcast(flat)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
-    parallel.step_count = state["step"]
+    parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
     trainer.position = Position(**state["position"])
