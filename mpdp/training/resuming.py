@@ -7,6 +7,7 @@ to rank 0 only, and a directory that one node does not see yet cannot send ranks
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ def save(trainer: Trainer) -> Path:
         return path
 
     path = on_root(comm, write)
-    return Path(comm.broadcast_bytes(str(path).encode() if comm.rank == 0 else None).decode())
+    return Path(os.fsdecode(comm.broadcast_bytes(None if path is None else os.fsencode(path))))
 
 
 def resume(trainer: Trainer, path: Path | None) -> bool:

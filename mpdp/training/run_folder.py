@@ -139,9 +139,7 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
         raise OSError(f"run_dir: expected {base} or {tempfile.gettempdir()} to be writable, got neither")
 
     made = on_root(comm, make)
-    return Path(
-        comm.broadcast_bytes(os.fsencode(made) if made is not None else None).decode(errors="surrogateescape")
-    )
+    return Path(os.fsdecode(comm.broadcast_bytes(None if made is None else os.fsencode(made))))
 
 
 def versions() -> dict[str, Any]:
