@@ -32,7 +32,12 @@ def save(trainer: Trainer) -> Path:
     root = trainer.folder.checkpoints
 
     def write() -> Path:
-        trainer.folder.flush()
+        try:
+            trainer.folder.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
+            ) from error
         path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
         checkpoint.prune(root, trainer.keep)
         return path
