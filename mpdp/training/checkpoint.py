@@ -196,12 +196,21 @@ def newest(root: Path) -> tuple[tuple[Checkpoint, dict[str, np.ndarray]] | None,
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest complete checkpoints. **Local.**"""
+    """Remove all but the ``keep`` newest complete checkpoints, and what killed saves and removals left.
+
+    **Local.** The rank that writes calls it: below one root there is one writer.
+    """
     found = sorted(_manifests(root), key=lambda c: c.serial, reverse=True)
+    _clear(root)
     for checkpoint in found[keep:]:
-        # The manifest goes first: what is left of a broken removal is not a checkpoint.
-        (checkpoint.path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
+        # Out of sight at once: what is left of a broken removal must not look like a torn checkpoint.
+        os.rename(checkpoint.path, root / f"{_TEMPORARY}{checkpoint.path.name}")
+    _clear(root)
+
+
+def _clear(root: Path) -> None:
+    for entry in root.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def has_any(root: Path) -> bool:

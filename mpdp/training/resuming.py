@@ -7,6 +7,7 @@ to rank 0 only, and a directory that one node does not see yet cannot send ranks
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +32,18 @@ def save(trainer: Trainer) -> Path:
     root = trainer.folder.checkpoints
 
     def write() -> Path:
-        trainer.folder.flush()
+        try:
+            trainer.folder.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
+            ) from error
         path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
         checkpoint.prune(root, trainer.keep)
         return path
 
     path = on_root(comm, write)
-    return Path(comm.broadcast_bytes(str(path).encode() if comm.rank == 0 else None).decode())
+    return Path(os.fsdecode(comm.broadcast_bytes(None if path is None else os.fsencode(path))))
 
 
 def resume(trainer: Trainer, path: Path | None) -> bool:
@@ -156,6 +162,6 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         comm.broadcast(flat)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
-    parallel.step_count = state["step"]
+    parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
     trainer.position = Position(**state["position"])

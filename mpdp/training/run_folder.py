@@ -73,13 +73,21 @@ class RunFolder:
         """
         if not self.writes or self.path is None:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
-        log = self.path / "log.jsonl"
+        try:
+            self._open(self.path, config, keep_rows or 0)
+        except OSError as error:
+            raise OSError(
+                f"run_dir: expected a folder that can be written, got {error}; choose another one or mend it"
+            ) from error
+
+    def _open(self, path: Path, config: dict[str, Any], keep_rows: int) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
+        log = path / "log.jsonl"
         lines = (
             log.read_text(encoding="utf-8").splitlines(keepends=True) if keep_rows and log.exists() else []
         )
-        kept = lines[: keep_rows or 0]
+        kept = lines[:keep_rows]
         temporary = log.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, log)
@@ -106,11 +114,21 @@ class RunFolder:
         self.row(kind="step", step=step, epoch=epoch, loss=loss, lr=lr, seconds=round(seconds, 6))
 
     def flush(self) -> None:
-        """Write out the rows that wait in memory."""
-        if self._log is not None and self._pending:
+        """Write out the rows that wait in memory: all of them, or none where that fails.
+
+        Raises:
+            OSError: the log cannot be written.
+        """
+        if self._log is None or not self._pending:
+            return
+        size = self._log.stat().st_size if self._log.exists() else 0
+        try:
             with open(self._log, "a", encoding="utf-8") as file:
                 file.writelines(self._pending)
-            self._pending.clear()
+        except OSError:
+            os.truncate(self._log, size)
+            raise
+        self._pending.clear()
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:
@@ -139,9 +157,7 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
         raise OSError(f"run_dir: expected {base} or {tempfile.gettempdir()} to be writable, got neither")
 
     made = on_root(comm, make)
-    return Path(
-        comm.broadcast_bytes(os.fsencode(made) if made is not None else None).decode(errors="surrogateescape")
-    )
+    return Path(os.fsdecode(comm.broadcast_bytes(None if made is None else os.fsencode(made))))
 
 
 def versions() -> dict[str, Any]:

@@ -6,6 +6,7 @@ It owns the run: position, schedule, files, callbacks. One update is in ``step``
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -276,10 +277,14 @@ class Trainer:
             FitLoop(self, plan, progress).run()
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
+            self.folder.flush()
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk must not hide the error that all ranks raise
+                self.folder.flush()
+            raise
         finally:
             self._depth -= 1
             progress.close()
-            self.folder.flush()
         return self.history
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:

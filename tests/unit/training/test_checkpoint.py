@@ -148,6 +148,22 @@ def test_prune_keeps_the_newest(tmp_path):
     assert steps == [3, 4]
 
 
+def test_prune_clears_what_a_killed_save_left_and_a_killed_removal_is_no_torn_checkpoint(
+    tmp_path, monkeypatch
+):
+    for step in range(3):
+        write(tmp_path, step=step)
+    shutil.copytree(tmp_path / "step-0000000002-000003", tmp_path / ".tmp-99-3")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before anything is removed
+    checkpoint.prune(tmp_path, 2)
+    monkeypatch.undo()
+    found, reasons = checkpoint.newest(tmp_path)
+    assert (found[0].step, reasons) == (2, [])
+    write(tmp_path, step=3)
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(p.name[:15] for p in tmp_path.iterdir()) == ["step-0000000002", "step-0000000003"]
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")

@@ -369,3 +369,23 @@ def test_odd_parameters_are_saved_and_loaded(tmp_path):
     assert b.resume()
     assert b.model.scalar.data.tobytes() == a.model.scalar.data.tobytes()
     assert b.model.scalar.shape == () and b.model.empty.shape == (3, 0)
+
+
+def test_reports_name_the_update_that_comes_next(tmp_path):
+    """A batch that is loaded, and a callback, belong to the step that the program counts itself."""
+    steps = []
+
+    class Note(mpdp.Callback):
+        def on_step(self, t):
+            steps.append((t.step_count, t.world.activity.step))
+
+    t = trainer(callbacks=[Note()], run_dir=tmp_path, save_every=2)
+    t.fit(dataset(), epochs=1, global_batch_size=5)
+    assert steps == [(1, 1), (2, 2), (3, 3)]
+    t.world.activity.step = 0
+    other = trainer(run_dir=tmp_path)
+    assert other.resume() and other.world.activity.step == 3
+    parallel = mpdp.DataParallel(nn.Linear(4, 3))
+    parallel.backward(nn.cross_entropy(parallel(np.ones((2, 4), "float32")), np.zeros(2, int)))
+    parallel.step(optim.SGD(lr=0.1))
+    assert parallel.world.activity.step == parallel.step_count == 1
