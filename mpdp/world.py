@@ -184,7 +184,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     activity = guard.current.activity
     threads.cap(announcement.local_size or 1, os.environ)
     guard.current.meet(timeout)
-    mpi = _import_mpi()
+    with guard.current.starting_mpi(timeout):
+        mpi = _import_mpi()
     raw = mpi.COMM_WORLD
     if raw.Get_size() != announcement.size:
         raise LaunchError(

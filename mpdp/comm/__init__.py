@@ -2,9 +2,6 @@
 
 This package knows arrays, ranks and sockets, and nothing of tensors, models or optimizers.
 ``base`` is the interface and its checks, ``solo`` a world of one, ``mpi`` host buffers over MPI,
-``agreement`` the small exchanges by which ranks agree before one of them raises.
+``agreement`` the small exchanges by which ranks agree before one of them raises; ``meeting`` and ``liveness`` are the
+sockets on which ranks watch each other, and need no MPI. Nothing is imported here: the guard needs ``activity`` alone.
 """
-
-from .base import Buffer, Communicator, Request
-
-__all__ = ["Buffer", "Communicator", "Request"]

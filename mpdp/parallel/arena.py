@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Communicator
+from ..comm.base import Communicator
 from ..device import CPU, Device, as_device
 from ..world import current_world
 from .layout import Layout

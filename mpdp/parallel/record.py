@@ -16,7 +16,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..comm import Communicator
+from ..comm.base import Communicator
 from ..errors import DisagreementError
 
 _SUMS = 4

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..comm import Communicator, Request
+from ..comm.base import Communicator, Request
 from .arena import GradientArena
 from .chunks import chunk_table
 from .record import Kind, exchange

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Buffer, Parameter
-from ..comm import Communicator
+from ..comm.base import Communicator
 from ..comm.agreement import compare, together
 from ..device import Device
 from ..nn import Module

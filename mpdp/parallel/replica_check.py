@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..comm import Communicator
+from ..comm.base import Communicator
 from ..errors import DivergenceError
 from .layout import Layout
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..autodiff import Tensor, no_grad
-from ..comm import Communicator
+from ..comm.base import Communicator
 from ..data import MicroBatch, check_dataset
 from ..parallel.forms import split_loss
 

@@ -18,7 +18,7 @@ import launching
 import pytest
 
 HERE = Path(__file__).parent
-FAULTY = HERE / "faulty.py"
+FAULTY = HERE / "programs" / "faulty.py"
 WITHIN = 5.0  # seconds from the start of the job, which itself takes up to one, to its end
 STALL_TIMEOUT = 3.0
 

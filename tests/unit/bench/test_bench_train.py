@@ -24,7 +24,15 @@ def test_one_json_object(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert bench.main(["train", "mlp", "--quick", "--batch", "4", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert result.keys() >= {"workload", "device", "ranks", "step_us", "items_per_second", "unit", "blas_threads"}
+    assert result.keys() >= {
+        "workload",
+        "device",
+        "ranks",
+        "step_us",
+        "items_per_second",
+        "unit",
+        "blas_threads",
+    }
     assert result["ranks"] == 1
     assert result["batch_per_rank"] == 4
     assert result["items_per_second"] == pytest.approx(4 * result["ranks"] / result["step_us"] * 1e6)
@@ -33,7 +41,9 @@ def test_one_json_object(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["workload"] == "mlp"
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["train", "x"], ["train", "mlp", "--batch", "0"], ["x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["train", "x"], ["train", "mlp", "--batch", "0"], ["x"]]
+)
 def test_usage_errors_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         bench.main(arguments)

@@ -12,9 +12,10 @@ import threading
 import time
 
 import numpy as np
-import standing_in as mpdp
 from launching import record
 
+import mpdp
+from mpdp import world as joining
 from mpdp.errors import RankFailedError
 
 FAULT, WHEN = sys.argv[1], sys.argv[2]
@@ -110,7 +111,14 @@ def main():
     misbehave("before")
     if not IS_BAD:
         time.sleep(float(os.environ.get("FAULTY_DELAY", "0")))
-    world = WORLD = mpdp.init(timeout=TIMEOUT, misbehave=misbehave)
+    import_mpi = joining._import_mpi
+
+    def misbehave_first():
+        misbehave("inside")
+        return import_mpi()
+
+    joining._import_mpi = misbehave_first
+    world = WORLD = mpdp.init(timeout=TIMEOUT)
     for step in range(1, 7):
         world.activity.step = step
         if step == 3:
