@@ -91,6 +91,7 @@ class DataParallel:
         self.step_count = 0
         self.last_count = self.last_loss_sum = 0.0
         self.set_nominal_count(nominal_count)
+        exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed})
         self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
         self._kernels = kernels.for_device(self.world.device)

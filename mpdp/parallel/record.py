@@ -36,7 +36,7 @@ class Kind(IntEnum):
     FINISH = 7
     CHECK_REPLICAS = 8
     FREEZE = 9
-    EPOCH = 10
+    CONSTRUCT = 10
 
 
 _CALLS = {
@@ -49,7 +49,7 @@ _CALLS = {
     Kind.FINISH: "Reducer.finish()",
     Kind.CHECK_REPLICAS: "check_replicas()",
     Kind.FREEZE: "freeze() or thaw()",
-    Kind.EPOCH: "the end of an epoch in fit()",
+    Kind.CONSTRUCT: "the constructor of a Trainer, DataParallel or Reducer",
 }
 
 

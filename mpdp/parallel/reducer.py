@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ..comm.agreement import compare
 from ..comm.base import Communicator, Request
 from .arena import GradientArena
 from .chunks import chunk_table
@@ -50,8 +51,6 @@ class Reducer:
     def __init__(
         self, arena: GradientArena, comm: Communicator | None = None, chunk_bytes: int | None = None
     ) -> None:
-        from ..comm.agreement import compare
-
         self.arena = arena
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
@@ -63,6 +62,7 @@ class Reducer:
         for first, last in self._span.values():
             for chunk in range(first, last):
                 self._members[chunk] += 1
+        exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(
             self.comm,
             "gradient arena",

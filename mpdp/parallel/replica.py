@@ -13,8 +13,8 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Buffer, Parameter
-from ..comm.base import Communicator
 from ..comm.agreement import compare, together
+from ..comm.base import Communicator
 from ..device import Device
 from ..nn import Module
 from ..optim import Optimizer

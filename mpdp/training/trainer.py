@@ -125,6 +125,7 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         self._depth = 0
         self.schedule = schedule if schedule is not None else constant()
+        exchange(comm, Kind.CONSTRUCT, 0)
         error: Exception | None = None
         try:
             arguments.check(
