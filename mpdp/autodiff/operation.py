@@ -74,7 +74,7 @@ class Operation:
             if first is None:
                 first = value
             dtype = value.dtype
-            if dtype is not floating and dtype != floating and is_floating(dtype):
+            if dtype is not floating and (floating is None or dtype != floating) and is_floating(dtype):
                 if floating is not None:
                     raise self._mixed(inputs)
                 floating = dtype

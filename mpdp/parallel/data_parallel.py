@@ -244,6 +244,7 @@ class DataParallel:
         if not final:
             if tape is not None:
                 if tape.signature not in self._leaves:
+                    self._replica.check_leaves(tape.leaves)
                     self._leaves[tape.signature] = frozenset(self._replica.names_of(tape.last_write))
                 tape.backward(seed)
             return
@@ -287,6 +288,8 @@ class DataParallel:
         plan = self._plans.get(key)
         if plan is not None:
             return plan
+        if tape is not None:
+            self._replica.check_leaves(tape.leaves)
         last_write = {} if tape is None else self._replica.names_of(tape.last_write)
         used_names = last_write.keys() | {name for s in self._signatures for name in self._leaves.get(s, ())}
         used = np.zeros(len(self.layout.trainable), dtype=bool)

@@ -40,8 +40,8 @@ class Kind(IntEnum):
 
 
 _CALLS = {
-    Kind.STEP_BEGIN: "step()",
-    Kind.STEP: "step()",
+    Kind.STEP_BEGIN: "the forward pass of a step",
+    Kind.STEP: "the backward pass of a step",
     Kind.EVALUATE: "evaluate()",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",

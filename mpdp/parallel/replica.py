@@ -6,7 +6,7 @@ parameters are frozen or thawed. When gradients are computed and reduced is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..autodiff import Buffer, Parameter
 from ..comm.agreement import compare, together
 from ..comm.base import Communicator
 from ..device import Device
+from ..errors import DisagreementError
 from ..nn import Module
 from ..optim import Optimizer
 from .arena import Arena, GradientArena
@@ -112,6 +113,7 @@ class Replica:
         self.binding = Binding()
         self.index = {entry.name: i for i, entry in enumerate(self.layout.trainable)}
         self._name_of: dict[Any, str] = {}
+        self._known = set(self.parameters.values())
         for name, parameter in self.parameters.items():
             gradient = self.arena[name] if parameter.requires_grad else None
             parameter.bind(self._weights[name], gradient, self.binding)
@@ -126,6 +128,19 @@ class Replica:
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
         """Return name to position for those leaves of a tape that this layout trains. **Local.**"""
         return {self._name_of[leaf]: at for leaf, at in positions.items() if leaf in self._name_of}
+
+    def check_leaves(self, leaves: Iterable[Any]) -> None:
+        """Refuse parameters that the model did not have when it was wrapped: nothing would train them. **Local.**
+
+        Raises:
+            DisagreementError: naming the parameter's shape.
+        """
+        for leaf in leaves:
+            if isinstance(leaf, Parameter) and leaf not in self._known:
+                raise DisagreementError(
+                    f"model: expected the parameters it had when it was wrapped, got another of shape {leaf.shape}"
+                    f"{f' ({leaf.name})' if leaf.name else ''}; build the whole model first, then wrap it"
+                )
 
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""

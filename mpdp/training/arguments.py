@@ -107,5 +107,19 @@ def check_labels(function: Any, dataset: Any, output: Any) -> None:
         losses.check_class_indices(split_batch(dataset.arrays)[2], int(output.shape[-1]), ignore_index)
 
 
+def describe(function: Any) -> Any:
+    """Return a function or schedule in a form that ranks can compare and JSON can hold. **Local.**"""
+    if hasattr(function, "describe"):
+        return function.describe()
+    if isinstance(function, functools.partial):
+        return [
+            describe(function.func),
+            *map(repr, function.args),
+            {k: repr(v) for k, v in function.keywords.items()},
+        ]
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{name}"
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

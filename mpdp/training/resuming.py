@@ -94,6 +94,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "exponent": parallel.exponent,
         "precision": trainer.precision,
         "optimizer": trainer.optimizer.describe(),
+        "slots": list(trainer.optimizer.slots),
         "updates": {
             entry.name: int(count)
             for entry, count in zip(parallel.layout.trainable, trainer.optimizer.updates)
@@ -131,6 +132,8 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
     there, here = state["optimizer"].get("class"), trainer.optimizer.describe().get("class")
     if there != here:
         problems.append(f"optimizer is {there} there, {here} here")
+    if state["slots"] != list(trainer.optimizer.slots):
+        problems.append(f"optimizer keeps {state['slots']} there, {list(trainer.optimizer.slots)} here")
     if not problems:
         return None
     return CheckpointError(

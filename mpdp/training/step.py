@@ -122,7 +122,9 @@ def cut_batch(batch: Any, accumulate: int, start: int, count: int, total: int, s
 
 
 def _cut(value: Any, start: int, stop: int) -> Any:
-    """Return samples start to stop of an array, or of each array of a tuple or dict."""
+    """Return samples start to stop of an array, or of each array of a tuple or dict; None stays None."""
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(_cut(v, start, stop) for v in value)
     if isinstance(value, dict):

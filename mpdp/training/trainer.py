@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import Loader, MicroBatch, split_batch
 from ..nn import Module
@@ -82,7 +84,8 @@ class Trainer:
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
-        should_stop: set it on any rank, and all ranks stop after the same step.
+        should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
+            next one elsewhere. It reads True once all have agreed.
         lr: learning rate of the next update.
 
     Raises:
@@ -158,7 +161,7 @@ class Trainer:
         self.seed = seed
         self.save_every = save_every
         self.keep = keep
-        self.should_stop = False
+        self._stop_asked = self._stop_agreed = False
         self.loss = float("nan")
         self.parallel = DataParallel(
             model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=seed
@@ -174,19 +177,19 @@ class Trainer:
         self._opened = False
         self._nominal_fixed = False
 
-    def describe(self) -> dict[str, str]:
+    def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks beside the model. **Local.**"""
-        describe_schedule = getattr(self.schedule, "describe", lambda: type(self.schedule).__name__)
         return {
-            "optimizer": str(self.optimizer.describe()),
-            "schedule": str(describe_schedule()),
-            "loss": getattr(self.loss_function, "__name__", type(self.loss_function).__name__),
+            "optimizer": self.optimizer.describe(),
+            "schedule": arguments.describe(self.schedule),
+            "loss": arguments.describe(self.loss_function),
             "precision": self.precision,
-            "accumulate": str(self.accumulate),
-            "clip_norm": str(self.clip_norm),
-            "seed": str(self.seed),
-            "save_every": str(self.save_every),
-            "run_dir": "given" if self.save_every else "any",
+            "placement": self.placement,
+            "accumulate": self.accumulate,
+            "clip_norm": self.clip_norm,
+            "seed": self.seed,
+            "save_every": self.save_every,
+            "callbacks": len(self.callbacks),
         }
 
     # -- where the run stands
@@ -205,6 +208,17 @@ class Trainer:
     def history(self) -> History:
         """One row an epoch since the start of the run."""
         return self.position.history
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop. Set it to True on any rank to ask for that."""
+        return self._stop_agreed
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._stop_asked = bool(value)
+        if self.world.size == 1:
+            self._stop_agreed = self._stop_asked
 
     @property
     def lr(self) -> float:
@@ -271,7 +285,7 @@ class Trainer:
         agree(comm, self.position.begin(plan.order(), 0 if validation is not None else len(plan.metrics)))
         self._open_folder()
         self._fix_nominal(plan.global_batch_size)
-        self.should_stop = False
+        self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
         self._depth += 1
         try:
@@ -291,19 +305,24 @@ class Trainer:
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
         self.world.activity.step = self.step_count
-        self.loss = self.eager.run(parts, lr=self.lr, stop=self.should_stop, **options)
-        self.should_stop = self.should_stop or self.parallel.stop_agreed
+        self.loss = self.eager.run(parts, lr=self.lr, stop=self._stop_asked, **options)
+        self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back."""
         step = self.step_count
         self.folder.step_row(
-            step, self.position.epoch, self.loss, self.optimizer.lr * float(self.schedule(step - 1))
+            step, self.position.epoch + 1, self.loss, self.optimizer.lr * float(self.schedule(step - 1))
         )
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
-        for callback in self.callbacks:
-            callback.on_step(self)
+        if self.callbacks:
+            for callback in self.callbacks:
+                callback.on_step(self)
+            # What a callback asks for on one rank happens on all after this very step.
+            asked = np.array([self._stop_asked], dtype=np.int64)
+            self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
+            self._stop_agreed = self._stop_agreed or bool(asked[0])
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
 
@@ -324,7 +343,7 @@ class Trainer:
         self.world.activity.step = self.step_count
         inputs, kwargs, _ = split_batch(batch)
         count = leading_length(inputs, kwargs)
-        agreed = exchange(comm, Kind.STEP_BEGIN, self.step_count, sums=(count,), stop=self.should_stop)
+        agreed = exchange(comm, Kind.STEP_BEGIN, self.step_count, sums=(count,))
         self._open_folder()
         self._fix_nominal(agreed.sums[0])
         start = comm.exclusive_sum(count)

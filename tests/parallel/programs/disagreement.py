@@ -157,7 +157,7 @@ EXPECTED = {
     "save_alone": "save(): expected every rank to call it at the same step, got rank 0 in save() at step 1",
     "evaluate_alone": "evaluate(): expected every rank to call it at the same step, got rank 0 in evaluate() at step 1",
     "fit_alone": "expected every rank to call it at the same step, got rank 0",
-    "second_trainer_alone": "expected every rank to call it at the same step, got rank 0 in the constructor of a Trainer",
+    "second_trainer_alone": "expected every rank to call it at the same step, got rank 0 in the constructor of a",
     "skipped_reduction": "Reducer.finish(): expected every rank to call it at the same step",
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "

@@ -484,12 +484,38 @@ def an_own_loop():
     parallel.backward(nn.cross_entropy(parallel(x[start:stop]), y[start:stop]), final=False)
     parallel.backward(nn.cross_entropy(parallel(x[start:stop]), y[start:stop]))
     value = parallel.step(optimizer)
-    mask = mpdp.random.dropout_mask(11, "1", 0, 0, (10, 8), 0.5)
+    # The second micro-batch continues the positions of the first.
+    mask = mpdp.random.dropout_mask(11, "1", 0, 0, (20, 8), 0.5)
     w1, b1, w2, b2 = params
-    h = (x @ w1.T + b1) * mask / 0.5
-    total, gw2, _gb2 = softmax_gradient(w2, b2, h, y)
-    close(value, total / 10)
-    close(model[2].weight.data, w2 - 0.1 * gw2 / 10)
+    h = np.tile(x @ w1.T + b1, (2, 1)) * mask / 0.5
+    total, gw2, _ = softmax_gradient(w2, b2, h, np.tile(y, 2))
+    close(value, total / 20)
+    close(model[2].weight.data, w2 - 0.1 * gw2 / 20)
+
+
+@case
+def one_rank_asks_all_to_stop():
+    """All ranks stop after the same step, in fit and in a loop of the program's own."""
+
+    class Stop(mpdp.Callback):
+        def on_step(self, t):
+            if rank == size - 1 and t.step_count == 2:
+                t.should_stop = True
+
+    x, y = linear_data(12)
+    trainer = mpdp.Trainer(
+        model_of(), nn.cross_entropy, optim.SGD(lr=0.1), precision="float64", callbacks=[Stop()]
+    )
+    trainer.fit(data.ArrayDataset(x, y), epochs=9, global_batch_size=4)
+    assert trainer.step_count == 2 and trainer.should_stop
+    trainer.fit(data.ArrayDataset(x, y), updates=4, global_batch_size=4)
+    assert trainer.step_count == 4
+    trainer = mpdp.Trainer(model_of(), nn.cross_entropy, optim.SGD(lr=0.1), precision="float64")
+    while not trainer.should_stop:
+        if rank == 0 and trainer.step_count == 2:
+            trainer.should_stop = True
+        trainer.step((x[:2], y[:2]))
+    assert trainer.step_count == 3
 
 
 @case

@@ -219,3 +219,10 @@ def test_deliver():
     assert deliver(target, lambda *arguments: seen.append(arguments), 5) is target
     assert seen[0][0] == 5 and seen[0][1] is target.array and seen[0][2] == 1.0
     assert repr(WANTED) == "WANTED"
+
+
+def test_a_float64_first_operand_is_compared_like_any_other():
+    with pytest.raises(TypeError, match="expected floating inputs of one dtype"):
+        ops.add(np.ones(3), np.ones(3, dtype="float32"))
+    with pytest.raises(TypeError, match="expected floating inputs of one dtype"):
+        ops.linear(np.ones((3, 2)), np.ones((2, 2), dtype="float32"))

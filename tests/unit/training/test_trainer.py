@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_model_lists_every_difference(tmp_path):
         run_dir=tmp_path / "b",
     )
     before = other.model.state_dict()
-    with pytest.raises(CheckpointError, match=r"got 7 differences") as caught:
+    with pytest.raises(CheckpointError, match=r"got 8 differences") as caught:
         other.resume(saved)
     for text in (
         "missing parameter 0.weight",
@@ -389,3 +389,41 @@ def test_reports_name_the_update_that_comes_next(tmp_path):
     parallel.backward(nn.cross_entropy(parallel(np.ones((2, 4), "float32")), np.zeros(2, int)))
     parallel.step(optim.SGD(lr=0.1))
     assert parallel.world.activity.step == parallel.step_count == 1
+
+
+def test_a_layer_replaced_after_wrapping_is_an_error():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    t = trainer(model=model)
+    batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
+    t.step(batch)
+    setattr(model, "1", nn.Linear(4, 3))
+    with pytest.raises(
+        mpdp.errors.DisagreementError, match=r"model: expected the parameters it had when it was wrapped"
+    ):
+        t.step(batch)
+
+
+def test_an_optimizer_with_other_slots_does_not_fit(tmp_path):
+    t = trainer(run_dir=tmp_path)
+    t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
+    path = t.save()
+    other = trainer(optimizer=optim.SGD(lr=0.1, momentum=0.9), run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer keeps \[\] there, \['momentum'\] here"):
+        other.resume(path)
+
+
+def test_a_batch_without_a_target_reaches_the_loss():
+    t = trainer(loss=lambda output, target: output.mean() if target is None else None)
+    t.step((np.ones((2, 4), "float32"),))
+    assert t.step_count == 1
+
+
+def test_losses_and_schedules_are_described_for_comparison():
+    from mpdp.training.arguments import describe
+
+    assert describe(nn.cross_entropy) == "mpdp.nn.losses.cross_entropy"
+    assert describe(functools.partial(nn.cross_entropy, ignore_index=3)) != describe(
+        functools.partial(nn.cross_entropy, ignore_index=4)
+    )
+    assert describe(optim.StepLR(2)) != describe(optim.StepLR(3))
+    json.dumps([describe(f) for f in (nn.mse, len, optim.constant(), lambda t: 1.0)])
