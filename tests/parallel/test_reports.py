@@ -118,7 +118,8 @@ def test_ranks_with_unequal_numbers_of_batches(job, tmp_path):
         result,
         r"error in step 3: DisagreementError: evaluate\(\): expected every rank to call it at the same step",
     )
-    assert "rank 0 in step() at step 3; rank 1 in evaluate() at step 3" in result.output
+    places = r"got rank 0 in .*step.* at step 3; rank 1 in evaluate\(\) at step 3"
+    assert re.search(places, result.output), result
 
 
 @pytest.mark.parametrize(
