@@ -148,7 +148,8 @@ def current_world() -> World:
 def say(rank: int, size: int, level: str, message: str) -> None:
     """Write ``[rank/size] level message`` on stderr; a closed stream is no reason to stop. **Local.**"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(f"[{rank}/{size}] {level} {message}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[{rank}/{size}] {level} {message}\n")  # one write: launchers mix what comes in pieces
+        sys.stderr.flush()
 
 
 def _check(device: Any, transport: Any, timeout: Any) -> None:

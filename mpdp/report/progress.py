@@ -89,7 +89,8 @@ class Progress:
             if self._bar is not None:
                 self._bar.write(line, file=sys.stderr)
             else:
-                print(line, file=sys.stderr, flush=True)
+                sys.stderr.write(line + "\n")  # one write: launchers mix what comes in pieces
+                sys.stderr.flush()
 
 
 def _is_terminal() -> bool:
