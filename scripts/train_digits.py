@@ -15,6 +15,8 @@ import numpy as np
 import mpdp
 from mpdp import data, nn, optim
 
+RUNS = Path(__file__).resolve().parent.parent / "runs"
+
 
 def load(seed):
     """Return (train, test): pixels scaled to 0..1, shuffled and split 80 to 20 by a fixed seed."""
@@ -36,7 +38,9 @@ def main():
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--run-dir", type=Path, default=None, help="default: a new folder under runs/")
+    parser.add_argument(
+        "--run-dir", type=Path, default=None, help="default: a new folder under runs/ of the checkout"
+    )
     parser.add_argument("--save-every", type=int, default=200, help="updates between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on with the newest checkpoint of --run-dir")
     arguments = parser.parse_args()
@@ -55,7 +59,7 @@ def main():
         world=world,
         schedule=optim.WarmupCosine(updates // 20, updates),
         seed=arguments.seed,
-        run_dir=arguments.run_dir or mpdp.new_run_dir("digits"),
+        run_dir=arguments.run_dir or mpdp.new_run_dir("digits", base=RUNS),
         save_every=arguments.save_every,
     )
     if arguments.resume:

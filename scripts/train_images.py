@@ -18,6 +18,8 @@ import numpy as np
 import mpdp
 from mpdp import data, nn, optim
 
+RUNS = Path(__file__).resolve().parent.parent / "runs"
+
 SYSTEM = Path("/usr/share/datasets/fashion-mnist")
 FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
@@ -72,7 +74,9 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--run-dir", type=Path, default=None, help="default: a new folder under runs/")
+    parser.add_argument(
+        "--run-dir", type=Path, default=None, help="default: a new folder under runs/ of the checkout"
+    )
     parser.add_argument("--save-every", type=int, default=500, help="updates between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on with the newest checkpoint of --run-dir")
     arguments = parser.parse_args()
@@ -92,7 +96,7 @@ def main():
         world=world,
         schedule=optim.WarmupCosine(updates // 20, updates),
         seed=arguments.seed,
-        run_dir=arguments.run_dir or mpdp.new_run_dir("images"),
+        run_dir=arguments.run_dir or mpdp.new_run_dir("images", base=RUNS),
         save_every=arguments.save_every,
     )
     if arguments.resume:

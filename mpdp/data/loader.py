@@ -71,6 +71,7 @@ class Loader:
         prefetch: updates read ahead by a background thread; 0 reads in the caller's thread.
         say: called once with a line of text if data loses precision by the cast; the default logs it on
             rank 0.
+        purpose: what an item is called in the note of an error, such as ``"batch of an evaluation"``.
 
     Raises:
         TypeError: not a data set.
@@ -98,6 +99,7 @@ class Loader:
         device: Device | str = "cpu",
         prefetch: int = 2,
         say: Callable[[str], None] | None = None,
+        purpose: str = "update",
     ) -> None:
         self.dataset = dataset
         self.length = check_dataset(dataset)
@@ -118,6 +120,7 @@ class Loader:
                 f"{self.length} samples; lower global_batch_size or keep the short batch"
             )
         self._say = say or _log
+        self.purpose = purpose
         self._said = False
         self._empty: Any = None  # the last batch cut to no rows: what an empty share is given
 
@@ -183,7 +186,8 @@ class Loader:
         return [(shares, [next(parts) for _ in shares]) for shares in plan]
 
     def _load(self, share: Share, indices: np.ndarray, epoch: int, update: int) -> MicroBatch:
-        where = f" (rank {self.rank}, epoch {epoch}, update {update})"
+        when = f"epoch {epoch}, update {update}" if self.purpose == "update" else f"{self.purpose} {update}"
+        where = f" (rank {self.rank}, {when})"
         batch = take(self.dataset, indices, where)
         if batch is not None:
             batch = map_arrays(self._ready, batch)

@@ -8,6 +8,7 @@ back to the checkpoint, so every step stands in it once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -98,7 +99,8 @@ class RunFolder:
         """Append one row to the log; it reaches the file within about a second."""
         if self._log is None:
             return
-        self._pending.append(json.dumps(fields) + "\n")
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        self._pending.append(json.dumps(finite) + "\n")
         self.rows += 1
         now = time.monotonic()
         if now - self._flushed > _FLUSH_SECONDS:

@@ -389,6 +389,7 @@ class Trainer:
                 dtype=self.precision,
                 device=self.world.device,
                 say=lambda line: None,
+                purpose="batch of an evaluation",
             )
             with loader.updates(stop=len(loader)) as stream:
                 tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
