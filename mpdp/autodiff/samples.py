@@ -5,28 +5,40 @@ Whoever cuts the batch (the trainer) opens the context; whoever draws random num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 
-@dataclass
 class SampleContext:
     """The share of one forward pass. **Local.**
 
     Args:
         seed: the run's seed.
         step: updates finished before this one.
-        start: position of the share's first sample in the global batch.
+        start: position of the share's first sample in the global batch; None where nobody found it out, and
+            then reading it is an error.
         count: samples of the share; may be 0.
     """
 
-    seed: int
-    step: int
-    start: int
-    count: int
-    _calls: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    __slots__ = ("_calls", "_start", "count", "seed", "step")
+
+    def __init__(self, seed: int, step: int, start: int | None, count: int) -> None:
+        self.seed, self.step, self.count = seed, step, count
+        self._start = start
+        self._calls: dict[str, int] = {}
+
+    @property
+    def start(self) -> int:
+        """Position of the share's first sample in the global batch.
+
+        Raises:
+            ValueError: no module of the model says that it draws random numbers by sample.
+        """
+        if self._start is None:
+            raise ValueError(
+                "samples: expected a module that draws random numbers to say so, got none that does; "
+                "set draws_samples = True on its class"
+            )
+        return self._start
 
     def call(self, path: str) -> int:
         """Return how often ``call`` was asked for this module path before; one more each time."""
@@ -60,8 +72,7 @@ current_samples = _current.get
 """Return the context of the forward pass that runs, or None outside of any."""
 
 
-@contextmanager
-def samples(context: SampleContext) -> Iterator[SampleContext]:
+class samples:  # a class and no generator: it is entered in every forward pass
     """Run one forward pass over the samples that ``context`` names. **Local.**
 
     Example:
@@ -69,8 +80,15 @@ def samples(context: SampleContext) -> Iterator[SampleContext]:
         ...     current_samples() is context
         True
     """
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: SampleContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> SampleContext:
+        self._token = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)

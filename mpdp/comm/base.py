@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..device import CPU, Device, device_of
@@ -20,6 +21,9 @@ LANES = ("bulk", "urgent")
 OPS = ("sum", "max")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("uint8", "int32", "int64", "uint64")
+_DTYPES = frozenset(
+    np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in FLOATS + INTEGERS
+)
 _ALIGNMENT = 64  # bytes: one cache line, and what wide vector loads like
 
 
@@ -303,12 +307,13 @@ class Communicator(ABC):
         flags = getattr(array, "flags", None)
         if flags is None or getattr(array, "ndim", None) is None:
             raise TypeError(f"array: expected a NumPy or CuPy array, got {type(array).__name__}")
-        name = array.dtype.name
-        if name not in FLOATS and name not in INTEGERS:
-            raise TypeError(f"array: expected a dtype of {', '.join(FLOATS + INTEGERS)}, got {name}")
-        if not array.dtype.isnative:
+        if array.dtype not in _DTYPES:
+            if array.dtype.newbyteorder("=") in _DTYPES:
+                raise TypeError(
+                    "array: expected native byte order, got swapped bytes; use .astype of the native dtype"
+                )
             raise TypeError(
-                "array: expected native byte order, got swapped bytes; use .astype of the native dtype"
+                f"array: expected a dtype of {', '.join(FLOATS + INTEGERS)}, got {array.dtype.name}"
             )
         if array.ndim != 1 or not flags.c_contiguous:
             raise ValueError(

@@ -32,10 +32,11 @@ class MicroBatch:
             sample is not known yet (skip the forward pass then).
         kwargs: keyword arguments of the model.
         target: target of the loss, or None.
-        start: place of the share's first sample in the global batch.
+        start: place of the share's first sample in the global batch; None where a model needs none.
         count: samples of the share, 0 if there is nothing for this rank.
-        total: samples of the micro-batch over all ranks.
-        indices: int64 array of shape (count,), the samples' numbers in the data set.
+        total: samples of the micro-batch over all ranks, where it is known.
+        indices: int64 array of shape (count,), the samples' numbers in the data set; None where they
+            come from none.
         epoch: epoch of the update.
         update: index of the update in the run.
     """
@@ -43,10 +44,10 @@ class MicroBatch:
     inputs: tuple[Any, ...] | None
     kwargs: dict[str, Any]
     target: Any
-    start: int
+    start: int | None
     count: int
-    total: int
-    indices: np.ndarray
+    total: int | None
+    indices: np.ndarray | None
     epoch: int
     update: int
 

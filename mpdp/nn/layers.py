@@ -141,6 +141,7 @@ class Dropout(Module):
     """
 
     static = True
+    draws_samples = True
 
     def __init__(self, p: float = 0.5) -> None:
         keep_threshold(p)  # checks it

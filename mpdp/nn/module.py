@@ -27,7 +27,9 @@ class Module:
 
     Attributes:
         training: what ``train()`` and ``eval()`` set.
-        path: the module's name in the model, as in ``"layers.2"``; set by :meth:`bind_names`.
+        path: the module's name in the model, as in ``"blocks.2"``; set by :meth:`bind_names`.
+        draws_samples: whether ``forward`` draws random numbers keyed by the position of a sample, which
+            ``autodiff.current_samples().start`` gives it. Ranks find positions out for such models alone.
         static: whether ``forward`` does the same operations at each call with inputs of one shape.
 
     Example:
@@ -45,6 +47,7 @@ class Module:
     training: bool = True
     path: str | None = None
     static: bool = False
+    draws_samples: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)

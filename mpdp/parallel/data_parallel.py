@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class DataParallel:
         step_count: finished updates.
         last_count, last_loss_sum: global count and loss sum of the last update.
         exponent: gradients are summed times 2^-exponent.
+        draws_samples: some module draws random numbers keyed by sample.
 
     Example:
         >>> import mpdp, numpy as np
@@ -94,6 +96,7 @@ class DataParallel:
         exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed})
         self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
+        self.draws_samples = any(module.draws_samples for _, module in model.named_modules())
         self._kernels = kernels.for_device(self.world.device)
         self._forget_plans()
         self._reset()
@@ -175,22 +178,32 @@ class DataParallel:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on this rank's share.
 
-        **Collective** while the model trains: the position of the share in the global batch, which keys
-        dropout, follows from the other ranks' lengths, and from earlier calls of the same update. **Local** in
-        evaluation mode.
+        **Collective** while a model with dropout trains: the position of the share in the global batch, which
+        keys its masks, follows from the other ranks' lengths, and from earlier calls of the same update.
+        **Local** otherwise.
         """
         count = leading_length(inputs, kwargs)
         if not self.model.training:
             return self.forward(inputs, kwargs)
+        if not self.draws_samples:
+            return self.forward(inputs, kwargs, start=None, count=count)
         agreed = exchange(self.comm, Kind.STEP_BEGIN, self.step_count, sums=(count,))
         start = self._forwarded + self.comm.exclusive_sum(count)
         self._forwarded += int(agreed.sums[0])
         return self.forward(inputs, kwargs, start=start, count=count)
 
     def forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, start: int = 0, count: int | None = None
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        start: int | None = 0,
+        count: int | None = None,
     ) -> Any:
-        """Run the model on samples ``start`` to ``start + count`` of the global batch. **Local.**"""
+        """Run the model on samples ``start`` to ``start + count`` of the global batch. **Local.**
+
+        ``start`` may be None for a model that draws no random numbers.
+        """
         if count is None:
             count = leading_length(inputs, kwargs)
         self._forward_count = count
@@ -249,6 +262,20 @@ class DataParallel:
                 tape.backward(seed)
             return
         plan = self._plan(tape)
+        for view in plan.unused_views:
+            view.fill(0)
+        # The record goes out right before the first chunk: ranks then wait for one another once, not twice.
+        self._replica.reducer.opening = partial(self._exchange_record, plan, stop)
+        if not math.isfinite(self._loss_sum):
+            self._replica.reducer.open()  # raises on all ranks; no use in running backward
+        if -1 in plan.after:
+            plan.after[-1]()
+        if tape is not None:
+            tape.backward(seed, plan.after)
+        self._replica.reducer.wait()
+
+    def _exchange_record(self, plan: _Plan, stop: bool) -> None:
+        """Agree with all ranks on what is about to be reduced. **Collective.**"""
         agreed = exchange(
             self.comm,
             Kind.STEP,
@@ -266,19 +293,12 @@ class DataParallel:
                     "one; use freeze() and thaw() on every rank"
                 )
             )
-        global_count, loss_sum = agreed.sums
+        count, loss_sum = agreed.sums
         if not math.isfinite(loss_sum):
             self._raise_non_finite_loss(loss_sum)
-        for view in plan.unused_views:
-            view.fill(0)
-        if -1 in plan.after:
-            plan.after[-1]()
-        if tape is not None:
-            tape.backward(seed, plan.after)
-        self._replica.reducer.wait()
         used = plan.used if agreed.used_equal else self._agree_used(plan.used)
         self._used = None if used.all() else used
-        self._agreed = (global_count, loss_sum)
+        self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
 
     def _plan(self, tape: Tape | None) -> _Plan:

@@ -34,6 +34,7 @@ class Reducer:
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order.
         step: finished reductions.
+        opening: called once before the first chunk of a step is started; the caller sets it for each step.
 
     Example:
         >>> import mpdp
@@ -72,6 +73,7 @@ class Reducer:
             },
         )
         self.step = 0
+        self.opening: Callable[[], None] | None = None
         self._announced: set[str] = set()
         self._pending = list(self._members)
         self._next = 0
@@ -132,8 +134,16 @@ class Reducer:
             upto[position] = chunk + 1
         return {position: partial(self.flush, count) for position, count in upto.items()}
 
+    def open(self) -> None:
+        """Call ``opening`` unless this step has done so. **Collective** if ``opening`` is."""
+        if self.opening is not None:
+            opening, self.opening = self.opening, None
+            opening()
+
     def flush(self, upto: int) -> None:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
+        if self._next < upto:
+            self.open()
         while self._next < upto:
             self._requests.append(self.comm.start_all_reduce(self._views[self._next]))
             self._next += 1
@@ -152,6 +162,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forget a step that was broken off, without a message. **Local.**"""
+        self.opening = None
         self._requests.clear()
         self._next = 0
         self._announced.clear()

@@ -7,11 +7,12 @@ debugging uses, and the oracle of every faster way to run a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..data import MicroBatch, share, split_batch
+from ..data import MicroBatch, share
 from ..optim import Optimizer
 from ..parallel.data_parallel import DataParallel
 from . import arguments
@@ -90,34 +91,20 @@ class EagerStep:
         return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
 
 
-def cut_batch(batch: Any, accumulate: int, start: int, count: int, total: int, step: int) -> list[MicroBatch]:
-    """Cut a rank's own batch into micro-batches of nearly equal length. **Local.**
-
-    Args:
-        batch: see :meth:`mpdp.Trainer.step`.
-        accumulate: number of micro-batches.
-        start: position of the batch's first sample in the global batch.
-        count: samples in the batch.
-        total: samples in the global batch.
-        step: number of the update.
-    """
-    inputs, kwargs, target = split_batch(batch)
+def cut_batch(whole: MicroBatch, accumulate: int) -> list[MicroBatch]:
+    """Cut a rank's own batch into ``accumulate`` micro-batches of nearly equal length. **Local.**"""
     parts = []
     for i in range(accumulate):
-        a, b = share(count, accumulate, i)
-        parts.append(
-            MicroBatch(
-                inputs=_cut(inputs, a, b),
-                kwargs=_cut(kwargs, a, b),
-                target=_cut(target, a, b),
-                start=start + a,
-                count=b - a,
-                total=total,
-                indices=np.arange(start + a, start + b),
-                epoch=0,
-                update=step,
-            )
+        a, b = share(whole.count, accumulate, i)
+        part = replace(
+            whole,
+            inputs=_cut(whole.inputs, a, b),
+            kwargs=_cut(whole.kwargs, a, b),
+            target=_cut(whole.target, a, b),
+            start=None if whole.start is None else whole.start + a,
+            count=b - a,
         )
+        parts.append(part)
     return parts
 
 

@@ -162,7 +162,7 @@ class Trainer:
         self.save_every = save_every
         self.keep = keep
         self._stop_asked = self._stop_agreed = False
-        self.loss = float("nan")
+        self.loss = self._last_lr = float("nan")
         self.parallel = DataParallel(
             model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=seed
         )
@@ -305,15 +305,15 @@ class Trainer:
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
         self.world.activity.step = self.step_count
-        self.loss = self.eager.run(parts, lr=self.lr, stop=self._stop_asked, **options)
+        lr = self.lr
+        self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
+        self._last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back."""
         step = self.step_count
-        self.folder.step_row(
-            step, self.position.epoch + 1, self.loss, self.optimizer.lr * float(self.schedule(step - 1))
-        )
+        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
         if self.callbacks:
@@ -341,13 +341,16 @@ class Trainer:
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
-        inputs, kwargs, _ = split_batch(batch)
+        inputs, kwargs, target = split_batch(batch)
         count = leading_length(inputs, kwargs)
-        agreed = exchange(comm, Kind.STEP_BEGIN, self.step_count, sums=(count,))
-        self._open_folder()
-        self._fix_nominal(agreed.sums[0])
-        start = comm.exclusive_sum(count)
-        parts = cut_batch(batch, self.accumulate, start, count, int(agreed.sums[0]), self.step_count)
+        start = None
+        if not (self._opened and self._nominal_fixed) or self.parallel.draws_samples:
+            total = exchange(comm, Kind.STEP_BEGIN, self.step_count, sums=(count,)).sums[0]
+            self._open_folder()
+            self._fix_nominal(total)
+            start = comm.exclusive_sum(count)
+        whole = MicroBatch(inputs, kwargs, target, start, count, None, None, self.epoch, self.step_count)
+        parts = [whole] if self.accumulate == 1 else cut_batch(whole, self.accumulate)
         self.update(parts)
         self._depth += 1
         try:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpdp
-from mpdp import nn, optim
+from mpdp import autodiff, nn, optim
 from mpdp.parallel.forms import leading_length, split_loss
 
 X = np.random.default_rng(0).standard_normal((6, 4)).astype("float32")
@@ -192,3 +192,27 @@ def test_float16_gradients_are_gathered_in_float32():
     parallel.backward(nn.cross_entropy(parallel(X.astype("float16")), Y))
     assert parallel.step(optim.SGD(lr=0.1)) > 0
     assert model.weight.data.dtype == "float16"
+
+
+def test_positions_are_found_out_only_for_models_that_say_they_draw():
+    class Noisy(nn.Module):
+        def __init__(self):
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x):
+            context = autodiff.current_samples()
+            seen.append((context.step, context.start, context.count))
+            return self.linear(x)
+
+    class Declared(Noisy):
+        draws_samples = True
+
+    seen = []
+    with pytest.raises(ValueError, match=r"samples: expected a module that draws random numbers to say so"):
+        mpdp.DataParallel(Noisy())(X)
+    parallel = mpdp.DataParallel(Declared())
+    parallel.backward(nn.cross_entropy(parallel(X), Y), final=False)
+    parallel.backward(nn.cross_entropy(parallel(X), Y))
+    parallel.step(optim.SGD(lr=0.1))
+    parallel(X)
+    assert seen == [(0, 0, 6), (0, 6, 6), (1, 0, 6)]
