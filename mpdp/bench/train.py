@@ -21,6 +21,7 @@ from ..world import World, _blas_threads, init
 from .workloads import build
 
 WARM_UP = 12  # steps
+WARM_UP_SECONDS = 6.0  # fewer steps where they would take longer: the same number on all ranks
 BLOCKS = 5
 BLOCK_SECONDS = 2.0
 QUICK_BLOCKS = 3
@@ -50,13 +51,14 @@ def run(workload: str, *, device: str, batch: int | None, quick: bool, json_path
 
 def measure(world: World, name: str, *, batch: int | None = None, quick: bool = False) -> dict[str, Any]:
     """Return the measured step of a workload as JSON-able data. **Collective.**"""
-    workload = build(name, world.rank, batch)
+    workload = build(name, world.rank, batch, world.device.kind)
     trainer = Trainer(workload.model, workload.loss, workload.optimizer, world=world)
     comm = world.axis("data")
-    for _ in range(WARM_UP):
-        trainer.step(workload.batch)
-    once = _block(trainer, workload.batch, 10, comm)
-    steps = max(5, int((QUICK_SECONDS if quick else BLOCK_SECONDS) / once))
+    trainer.step(workload.batch)
+    once = _block(trainer, workload.batch, 1, comm)
+    _block(trainer, workload.batch, max(1, min(WARM_UP, int(WARM_UP_SECONDS / once))), comm)
+    once = _block(trainer, workload.batch, max(1, min(10, int(BLOCK_SECONDS / once))), comm)
+    steps = max(1, int((QUICK_SECONDS if quick else BLOCK_SECONDS) / once))
     blocks = [_block(trainer, workload.batch, steps, comm) for _ in range(QUICK_BLOCKS if quick else BLOCKS)]
     step = statistics.median(blocks)
     return {

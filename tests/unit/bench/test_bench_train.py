@@ -1,6 +1,7 @@
 """The benchmark's arguments and the object it writes."""
 
 import json
+import math
 
 import pytest
 
@@ -16,8 +17,21 @@ def test_the_mlp_is_the_one_of_the_comparisons():
     assert workload.batch[0].dtype == "float32"
     assert workload.items == 128
     assert (workload.optimizer.lr, workload.optimizer.describe()["momentum"]) == (0.01, 0.9)
-    with pytest.raises(ValueError, match=r"workload: expected mlp, got 'x'"):
+    with pytest.raises(ValueError, match=r"workload: expected one of mlp, chargpt, got 'x'"):
         build("x", 0)
+
+
+def test_the_chargpt_is_the_one_of_the_comparisons():
+    workload = build("chargpt", 0, 1)
+    shapes = {name: p.shape for name, p in workload.model.named_parameters()}
+    assert shapes["tokens.weight"] == (128, 384)
+    assert shapes["positions.weight"] == (256, 384)
+    assert shapes["blocks.5.up.weight"] == (1536, 384)
+    assert sum(math.prod(s) for s in shapes.values()) == 10_795_008
+    assert workload.batch[0].shape == (1, 256)
+    assert (workload.items, workload.unit) == (256, "tokens")
+    assert build("chargpt", 0).items == 4 * 256
+    assert workload.optimizer.describe()["weight_decay"] == 0.01
 
 
 def test_one_json_object(tmp_path, capsys):
