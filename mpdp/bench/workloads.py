@@ -47,6 +47,7 @@ def build(name: str, rank: int, batch: int | None = None, device: str = "cpu") -
     if name not in NAMES:
         raise ValueError(f"workload: expected one of {', '.join(NAMES)}, got {name!r}")
     random = np.random.default_rng(rank)
+    data: tuple[Any, Any]
     if name == "mlp":
         count = batch or 128
         layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]

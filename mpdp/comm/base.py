@@ -250,6 +250,10 @@ class Communicator(ABC):
         A thread that communicates gets a duplicate of its own.
         """
 
+    def adopt(self, lane: str) -> None:
+        """Make the calling thread the one that uses ``lane`` from now on. **Local.**"""
+        self._check_lane(lane)
+
     def close(self) -> None:  # noqa: B027  most transports hold nothing
         """Release what the communicator holds. **Local.**"""
 

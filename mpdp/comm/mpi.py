@@ -93,6 +93,10 @@ class MpiCommunicator(Communicator):
         else:
             super().all_reduce(array, op=op, lane=lane)
 
+    def adopt(self, lane: str) -> None:
+        super().adopt(lane)
+        self._owners[lane] = threading.get_ident()
+
     def close(self) -> None:
         """Stop the progress thread and free the duplicates. **Collective** (MPI frees them together)."""
         if self._thread is not None:
