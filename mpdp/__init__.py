@@ -16,6 +16,7 @@ _guard.install()  # before anything that may fail: from here on, a rank that fai
 from . import autodiff, data, errors, nn, optim, random  # noqa: E402
 from .autodiff import no_grad  # noqa: E402
 from .device import Device  # noqa: E402
+from .device_memory import DeviceInfo, devices, place  # noqa: E402
 from .nn import seed  # noqa: E402
 from .parallel import DataParallel, GradientArena, Layout, Reducer  # noqa: E402
 from .training import Callback, Trainer, new_run_dir  # noqa: E402
@@ -25,6 +26,7 @@ __all__ = [
     "Callback",
     "DataParallel",
     "Device",
+    "DeviceInfo",
     "GradientArena",
     "Layout",
     "Reducer",
@@ -34,12 +36,14 @@ __all__ = [
     "autodiff",
     "current_world",
     "data",
+    "devices",
     "errors",
     "init",
     "new_run_dir",
     "nn",
     "no_grad",
     "optim",
+    "place",
     "random",
     "seed",
 ]

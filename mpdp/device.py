@@ -1,12 +1,14 @@
 """Device: where arrays live, as a value that is known at run time.
 
 A device is a kind (``"cpu"`` or ``"cuda"``) and an ordinal; two devices are equal when both are.
-This module knows array modules and nothing of ranks, tapes or messages.
+This module knows array modules and nothing of ranks, tapes or messages. Which GPU a rank gets is decided in
+``device_choice``, how much memory GPUs have is asked in ``device_memory``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -71,8 +73,20 @@ class Device:
             ) from error
         return cupy
 
+    def use(self) -> Device:
+        """Make the device the current one of this thread, and return it. **Local.**
+
+        Arrays are made on the current GPU, and a new thread begins with GPU 0: whatever starts a thread that
+        works on a GPU calls this in it first. On the CPU it does nothing.
+        """
+        if self.kind == "cuda":
+            self.xp.cuda.Device(self.ordinal).use()
+        return self
+
 
 CPU = Device("cpu")
+cuda = cache(lambda ordinal: Device("cuda", ordinal))
+"""Return the GPU of an ordinal, always the same object: an operation asks for it several times."""
 
 
 def as_device(device: Device | str) -> Device:
@@ -94,7 +108,7 @@ def device_of(array: Any) -> Device:
     ordinal = getattr(where, "id", None)
     if ordinal is None:
         raise DeviceError(f"array: expected one of NumPy or CuPy, got {type(array).__name__}")
-    return Device("cuda", int(ordinal))
+    return cuda(int(ordinal))
 
 
 def same_device(operation: str, *arrays: Any) -> Device:
@@ -108,7 +122,8 @@ def same_device(operation: str, *arrays: Any) -> Device:
     """
     first = device_of(arrays[0])
     for array in arrays[1:]:
-        if device_of(array) != first:
+        found = device_of(array)
+        if found is not first and found != first:
             names = ", ".join(str(device_of(a)) for a in arrays)
             raise DeviceMismatchError(
                 f"{operation}: expected operands on one device, got {names}; move one with tensor.to(device)"

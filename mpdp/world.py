@@ -23,8 +23,10 @@ from .comm.activity import Activity
 from .comm.agreement import agree, compare
 from .comm.base import Communicator
 from .comm.solo import SoloCommunicator
-from .device import CPU, Device, as_device
-from .errors import DeviceError, LaunchError, MissingDependencyError, MpdpError
+from .device import Device, as_device
+from .device_choice import choose_device
+from .device_memory import identity
+from .errors import LaunchError, MissingDependencyError, MpdpError
 
 TRANSPORTS = ("auto", "mpi")
 
@@ -37,12 +39,13 @@ class World:
         rank, size: this rank, and the number of ranks.
         local_rank, local_size: the same among the ranks of its node.
         node, num_nodes: index of its node, and the number of nodes.
-        device: the device it owns.
+        device: the device it owns, the current one of the thread that called :func:`init`.
         comm: control communicator; the reducer, loader and checks use :meth:`axis`.
         timeout: seconds a rank may wait inside a step.
         axes: name to number of ranks along it; ``{"data": size}``.
         activity: what this rank is doing, for reports.
         transport: how bytes move.
+        ranks_per_device: most ranks that share one GPU, anywhere in the world; 1 on CPUs.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class World:
     activity: Activity
     transport: str
     axes: dict[str, int]
+    ranks_per_device: int = 1
     _communicators: dict[str, Communicator] = field(repr=False, default_factory=dict)
 
     def axis(self, name: str) -> Communicator:
@@ -105,7 +109,8 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     neither MPI nor a launcher needs to be installed.
 
     Args:
-        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<ordinal>"``.
+        device: ``"auto"`` (a GPU if CuPy is installed and sees one, else the CPU), ``"cpu"``, ``"cuda"`` (the GPU
+            of the local rank, see ``docs/devices.md``) or ``"cuda:<ordinal>"`` (the same on every rank).
         transport: ``"auto"`` or ``"mpi"``.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
@@ -129,7 +134,10 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
                 _process.world = _join(device, transport, float(timeout))
                 return _process.world
             world = _process.world
-    if device != "auto" and as_device(device).kind != world.device.kind:
+    if device != "auto" and (
+        as_device(device).kind != world.device.kind
+        or (device != "cuda" and as_device(device) != world.device)
+    ):
         raise ValueError(f"device: expected {world.device} as in the first call of init, got {device}")
     if transport not in ("auto", world.transport) and world.size > 1:
         raise ValueError(
@@ -170,7 +178,9 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
 
 def _join(device: Device | str, transport: str, timeout: float) -> World:
     announcement = guard.current.announcement
-    chosen = _choose_device(device)
+    # Before MPI is initialised, which may bind to the current GPU, and before anything makes a context on GPU 0.
+    chosen, why = choose_device(device, _local_rank(announcement), os.environ)
+    chosen.use()
     if announcement is None:
         launch.announced(os.environ)  # raises if the launcher's variables make no sense
         leftover = launch.left_over(os.environ)
@@ -183,6 +193,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
                 "(start several with: mpdp run -n N script.py)",
             )
         activity = Activity()
+        if why:
+            say(0, 1, "info", f"device {chosen}: {why}")
         return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     activity = guard.current.activity
     threads.cap(announcement.local_size or 1, os.environ)
@@ -197,6 +209,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
             "start the job with `mpdp run`, which finds the launcher of the library"
         )
     if raw.Get_size() == 1:
+        if why:
+            say(0, 1, "info", f"device {chosen}: {why}")
         return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     from .comm.mpi import MpiCommunicator
 
@@ -205,7 +219,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     _start_ring(comm, activity, timeout, across_nodes=place[3] > 1)
     compare(comm, "init", {"device": chosen.kind, "transport": transport, "timeout": timeout})
     world = _world(comm, chosen, timeout, activity, place, "mpi")
-    _announce(world)
+    world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    _announce(world, why)
     return world
 
 
@@ -235,13 +250,11 @@ def _world(
     )
 
 
-def _choose_device(device: Device | str) -> Device:
-    if device == "auto":
-        return CPU
-    chosen = as_device(device)
-    if chosen.kind != "cpu":
-        raise DeviceError(f"device: expected cpu (this version trains on CPU ranks), got {chosen}")
-    return chosen
+def _local_rank(announcement: launch.Announcement | None) -> int:
+    """Return the local rank before MPI knows it; a launcher that does not say is taken to run on one node."""
+    if announcement is None:
+        return 0
+    return announcement.rank if announcement.local_rank is None else announcement.local_rank
 
 
 def _import_mpi() -> Any:
@@ -291,6 +304,20 @@ def _place(mpi: Any, raw: Any) -> tuple[int, int, int, int]:
     return local_rank, local_size, int(index[0]), int(nodes[0])
 
 
+def _ranks_per_device(mpi: Any, raw: Any, device: Device) -> int:
+    """Return how many ranks share a GPU, where most do."""
+    if device.kind == "cpu":
+        return 1
+    local = raw.Split_type(mpi.COMM_TYPE_SHARED, key=raw.Get_rank())
+    mine = np.frombuffer(identity(device), dtype=np.uint8)
+    names = np.empty((local.Get_size(), len(mine)), dtype=np.uint8)
+    local.Allgather(mine.copy(), names)
+    local.Free()
+    most = np.zeros(1, dtype=np.int64)
+    raw.Allreduce(np.array([(names == mine).all(axis=1).sum()], dtype=np.int64), most, op=mpi.MAX)
+    return int(most[0])
+
+
 def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_nodes: bool) -> None:
     """Join the ring of sockets: each rank gives its address to the one before it."""
     from .comm.liveness import Ring
@@ -324,8 +351,16 @@ def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_n
     guard.current.attach(ring)
 
 
-def _announce(world: World) -> None:
-    """Say once what the job runs as, and warn where threads will fight for cores."""
+def _announce(world: World, why: str) -> None:
+    """Say once what the job runs as, and warn where ranks will fight for GPUs or threads for cores."""
+    if why:
+        world.log("info", f"device {world.device} on rank 0: {why}")
+    if world.ranks_per_device > 1:
+        world.log(
+            "warning",
+            f"up to {world.ranks_per_device} ranks share a GPU: right, but they take turns on it, and NCCL is "
+            "ruled out; start one rank a GPU, or CUDA's MPS",
+        )
     own = threads.cores()
     count = _blas_threads()
     world.log(

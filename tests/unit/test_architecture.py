@@ -10,7 +10,7 @@ import mpdp
 
 PACKAGE = Path(mpdp.__file__).parent
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BELOW = {"errors", "device", "kernels"}
+BELOW = {"errors", "device", "device_choice", "device_memory", "kernels"}
 ARITHMETIC = {"autodiff", "nn", "optim"}
 MESSAGES = {"comm"}
 # Process-wide by nature: one launcher, one set of hooks. They stand beside the columns.

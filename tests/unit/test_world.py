@@ -19,6 +19,7 @@ def python(code, **environ):
         k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI_LOCAL", "SLURM", "MPDP"))
     }
     clean["PYTHONPATH"] = str(ROOT)
+    clean["CUDA_VISIBLE_DEVICES"] = ""  # "auto" is the CPU, also on a machine with GPUs
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**clean, **environ},
