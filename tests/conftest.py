@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import launching
+import on_device
+
+import mpdp
+from mpdp.device import Device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _world_of_the_tests() -> None:
+    """Join the world of this process on the CPU, also where there is a GPU that ``"auto"`` would take."""
+    mpdp.init(device="cpu")
 
 
 @pytest.fixture
@@ -22,3 +32,10 @@ def job() -> Callable[..., launching.Result]:
             pytest.fail("MPDP_REQUIRE names mpi, and mpi4py finds no MPI library with a launcher")
         pytest.skip("mpi4py finds no MPI library with a launcher")
     return launching.launch
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Run the test on the CPU and on a GPU; ``MPDP_REQUIRE=cuda`` makes a missing GPU a failure."""
+    yield on_device.use(request.param)
+    on_device.leave()

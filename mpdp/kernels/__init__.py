@@ -1,29 +1,62 @@
 """Kernels: the arithmetic on arrays that a training step does, one implementation a kind of device.
 
-``base`` states the interface, ``cpu`` implements it with NumPy, ``random`` holds the counter-based
-generator that gives the same bits everywhere. Code above this package never asks which array module
-it runs on; it asks :func:`of` for the kernels of its arrays.
+``base`` states the interface, ``cpu`` implements it with NumPy, ``cuda`` with CuPy and kernels of our own,
+``random`` holds the counter-based generator that gives the same bits everywhere. Code above this package never
+asks which array module it runs on; it asks :func:`of` for the kernels of its arrays.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from ..device import Device, device_of
-from ..errors import DeviceError
 from . import cpu
 from .base import Kernels
 
-__all__ = ["Kernels", "for_device", "of"]
+__all__ = ["Kernels", "for_device", "move", "of"]
 
 
 def for_device(device: Device) -> Kernels:
-    """Return the kernels of a device. **Local.**"""
-    if device.kind == "cpu":
-        return cpu.KERNELS
-    raise DeviceError(f"device: expected cpu (the kernels of this version), got {device}")
+    """Return the kernels of a device. **Local.**
+
+    Raises:
+        MissingDependencyError: a GPU, and CuPy is not installed.
+        DeviceError: a GPU that this process does not see.
+    """
+    return cpu.KERNELS if device.kind == "cpu" else _cuda(device.ordinal)
 
 
 def of(array: Any) -> Kernels:
     """Return the kernels for the device on which ``array`` lives. **Local.**"""
     return for_device(device_of(array))
+
+
+def move(array: Any, device: Device) -> Any:
+    """Return the contents of an array on ``device``; the array itself where it is there already. **Local.**
+
+    A copy waits until it is done.
+    """
+    source = device_of(array)
+    if source == device:
+        return array
+    if source.kind == "cpu":
+        return for_device(device).from_host(array)
+    if device.kind == "cpu":
+        return of(array).to_numpy(array)
+    kernels = for_device(device)
+    with of(array).active():
+        array = kernels.xp.ascontiguousarray(array)
+        kernels.xp.cuda.get_current_stream().synchronize()  # the copy runs on a stream of the other GPU
+    with kernels.active():
+        copy = array.copy()  # CuPy copies to the current device
+        kernels.xp.cuda.get_current_stream().synchronize()
+    return copy
+
+
+@cache
+def _cuda(ordinal: int) -> Kernels:
+    """Return the kernels of a GPU, made when it is first used: importing this package starts no CUDA."""
+    from .cuda import CudaKernels
+
+    return CudaKernels(ordinal)

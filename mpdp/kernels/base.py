@@ -10,16 +10,20 @@ Three conventions hold throughout:
   the old contents are never read) and returns it; without ``out`` it returns a new array.
 - ``saved`` is whatever the matching ``_backward`` needs. It belongs to the caller, is used at most once, and
   may be overwritten by the backward method.
-- No method reads a device array on the host, except the checks of indices on the CPU.
+- No method reads a device array on the host, except the checks of indices on the CPU, and ``to_numpy`` and
+  ``checksum``, whose results are on the host. Methods of a GPU return before the work is done; what a check
+  finds there is asked for later, with :meth:`Kernels.pending_error`.
 
 Shapes: N rows (samples, or samples times positions), C classes, D features.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
+from ..device import CPU, Device
 from .updates import UpdateKernels
 
 Array = Any  # a NumPy or CuPy array
@@ -27,17 +31,49 @@ Shape = tuple[int, ...]
 
 
 class Kernels(UpdateKernels):
-    """Arithmetic on the arrays of one kind of device. **Local.**
+    """Arithmetic on the arrays of one device. **Local.**
 
     Attributes:
         xp: the array module, ``numpy`` or ``cupy``.
         device_kind: ``"cpu"`` or ``"cuda"``.
+        device: the device.
     """
 
     xp: ModuleType
     device_kind: str
+    device: Device = CPU
+
+    # -- the device and the step ---------------------------------------------------------------------------
+
+    def is_current(self) -> bool:
+        """Return whether arrays that are made now are made on this device."""
+        return True
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Return a context in which this device is the current one of the thread."""
+        return nullcontext()
+
+    def begin_step(self, step: Any) -> None:
+        """Say which step the calls that follow belong to, for errors that are found later.
+
+        Args:
+            step: number of the update, or a 0-d int64 array on the device (read when a check runs).
+        """
+
+    def pending_error(self) -> Exception | None:
+        """Return, once, the first error that a check on the device has found; None if there is none.
+
+        Never waits: it sees what the device has finished. Ask after something that waits anyway (the loss of
+        the step that was read), once a step, and raise what it returns through the world, as any error of a
+        rank. The message names the step that :meth:`begin_step` said. On the CPU checks raise at once.
+        """
+        return None
 
     # -- storage -------------------------------------------------------------------------------------------
+
+    def from_host(self, array: Array) -> Array:
+        """Return a NumPy array's contents on this device: the array itself on the CPU, a copy on a GPU."""
+        raise NotImplementedError
 
     def to_numpy(self, array: Array) -> Array:
         """Return the contents as a NumPy array: the same memory on the CPU, a copy from a GPU."""
@@ -162,6 +198,7 @@ class Kernels(UpdateKernels):
         Args:
             logits: (N, C).
             target: integers (N,), each in 0..C-1 or ``ignore_index`` (checked by the caller).
+            ignore_index: the target of rows that add nothing.
             count: what :meth:`check_class_indices` returned, where it is known: a hint that may save work.
 
         Returns:
@@ -184,7 +221,8 @@ class Kernels(UpdateKernels):
     def check_class_indices(self, target: Array, classes: int, ignore_index: int | None) -> Array:
         """Check integer class indices and return how many are not ``ignore_index``.
 
-        On the CPU this reads the array and raises at once; a GPU may raise later.
+        On the CPU this reads the array and raises at once; on a GPU :meth:`pending_error` tells later, and the
+        loss of such a row is NaN.
 
         Returns:
             a 0-d float64 array.
@@ -200,7 +238,8 @@ class Kernels(UpdateKernels):
         """Return the rows ``weight[index]``.
 
         Raises:
-            ValueError: an index outside 0..len(weight)-1 (negative ones do not wrap round).
+            ValueError: an index outside 0..len(weight)-1 (negative ones do not wrap round). On a GPU
+                :meth:`pending_error` tells later, and such a row is NaN.
         """
         raise NotImplementedError
 

@@ -32,6 +32,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices):
     xp: ModuleType = np
     device_kind = "cpu"
 
+    def from_host(self, array: Array) -> Array:
+        return np.asarray(array)
+
     def to_numpy(self, array: Array) -> Array:
         return np.asarray(array)
 

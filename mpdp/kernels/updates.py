@@ -26,7 +26,9 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _32 = np.uint64(32)
 
-Scalars = Any  # a float for the whole range, or a column: float64 array with one value a block
+# A float for the whole range, or a column: float64 array with one value a block. On a GPU also a 0-d float64
+# array, which is read when the kernel runs: what changes from step to step may then live in device memory.
+Scalars = Any
 
 
 def _hash_keys() -> np.ndarray:
@@ -58,13 +60,29 @@ class UpdateKernels:
         """
         raise NotImplementedError
 
+    def block_numbers(self, numbers: np.ndarray) -> Any:
+        """Return small integers, one a block, where :meth:`column` wants them. **Local.**
+
+        Done once; slices of the result cost nothing.
+        """
+        raise NotImplementedError
+
+    def column(self, table: np.ndarray, numbers: Any) -> Scalars:
+        """Return the column ``table[numbers]``. **Local.**
+
+        Args:
+            table: float64, one value a group.
+            numbers: a slice of what :meth:`block_numbers` returned, with the group of each block.
+        """
+        raise NotImplementedError
+
     def sgd(
         self,
         weights: Any,
         gradient: Any,
         velocity: Any,
         *,
-        scale: float,
+        scale: Scalars,
         lr: Scalars,
         momentum: float,
         weight_decay: Scalars,
@@ -100,7 +118,7 @@ class UpdateKernels:
         mean: Any,
         variance: Any,
         *,
-        scale: float,
+        scale: Scalars,
         step: Scalars,
         eps: Scalars,
         betas: tuple[float, float],
@@ -157,10 +175,11 @@ class UpdateKernels:
         """
         raise NotImplementedError
 
-    def all_finite(self, x: Any) -> bool:
-        """Return whether no element is NaN or infinite. **Local.**
+    def all_finite(self, x: Any) -> Any:
+        """Return whether no element is NaN or infinite: a bool, or on a GPU a 0-d array of one. **Local.**
 
-        The common case costs one dot product; only if that overflows are the elements looked at.
+        On the CPU the common case costs one dot product; only if that overflows are the elements looked at.
+        ``bool()`` of a GPU's answer waits for it.
         """
         raise NotImplementedError
 
@@ -191,13 +210,19 @@ class CpuUpdates(UpdateKernels):
     def update_scratch(self, dtype: Any) -> _Scratch:
         return _Scratch(dtype)
 
+    def block_numbers(self, numbers: np.ndarray) -> np.ndarray:
+        return numbers
+
+    def column(self, table: np.ndarray, numbers: Any) -> np.ndarray:
+        return table[numbers]
+
     def sgd(
         self,
         weights: Any,
         gradient: Any,
         velocity: Any,
         *,
-        scale: float,
+        scale: Scalars,
         lr: Scalars,
         momentum: float,
         weight_decay: Scalars,
@@ -250,7 +275,7 @@ class CpuUpdates(UpdateKernels):
         mean: Any,
         variance: Any,
         *,
-        scale: float,
+        scale: Scalars,
         step: Scalars,
         eps: Scalars,
         betas: tuple[float, float],

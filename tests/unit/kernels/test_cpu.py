@@ -17,7 +17,8 @@ def test_kernels_of_the_cpu():
 
 
 def test_every_method_of_the_interface_is_implemented():
-    names = [name for name in vars(Kernels) if not name.startswith("_")]
+    defaults = {"device", "is_current", "active", "begin_step", "pending_error"}
+    names = [name for name in vars(Kernels) if not name.startswith("_") and name not in defaults]
     assert len(names) > 25
     assert [name for name in names if getattr(type(k), name) is getattr(Kernels, name)] == []
 

@@ -1,0 +1,158 @@
+"""The CUDA kernels that work with indices: label checks, embedding, scatter.
+
+Part of ``kernels.cuda``, which assembles them; the docstrings are in ``kernels.base``. A check costs no wait: it
+writes what it finds into pinned host memory, where :meth:`CudaIndices.pending_error` looks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .base import Array, Shape
+from .cuda_source import THREADS, CudaBase, integer, types, whole_number
+from .precision import wide
+
+_TARGET, _EMBEDDING = range(2)
+_SITES = {
+    _TARGET: "target: expected class indices in 0..{last}, got {found}; check the labels or the model's outputs",
+    _EMBEDDING: "embedding: expected indices in 0..{last}, got {found}; check the tokens or the size of the table",
+}
+_CHUNK = 65_536  # indices that one block checks
+_TILE = 64  # as in indices.cu
+_WIDEST = 32 * 65_535  # a grid has no more rows of blocks
+
+
+class CudaIndices(CudaBase):
+    """Label checks, embedding and scatter. **Local.**"""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        self._step: Any = 0
+        self._record: np.ndarray | None = None  # fields of indices.cu's Record, in pinned memory
+
+    # -- errors that are found later -----------------------------------------------------------------------
+
+    def begin_step(self, step: Any) -> None:
+        self._step = step
+
+    def pending_error(self) -> Exception | None:
+        record = self._record
+        if record is None or record[0] == 0:
+            return None
+        _, site, value, position, limit, inner, axes, step = (int(field) for field in record)
+        record[0] = 0
+        found = f"{value} at sample {position // max(inner, 1)}"
+        if axes == 2:
+            found += f", position ({position % inner},)"
+        elif axes > 2:
+            found += f", element {position % inner} of it"
+        text = _SITES[site].format(last=limit - 1, found=found)
+        return ValueError(f"{text} (found on {self.device} in step {step})")
+
+    def _check(self, index: Array, limit: int, site: int, ignore: int | None) -> Array:
+        """Start the check of flat indices; return how many are not ignored, as a 0-d float64 array."""
+        xp = self.xp
+        count = xp.empty((), np.float64)
+        if index.size == 0:
+            count.fill(0)
+            return count
+        if self._record is None:
+            fields = xp.cuda.alloc_pinned_memory(64)
+            self._record = np.frombuffer(fields, np.int64, 8)
+            self._record[:] = 0
+        flat = self.flat(index)
+        shape = index.shape
+        inner = math.prod(shape[1:])
+        where = limit, site, inner, len(shape), *whole_number(self._step)
+        built = ("INDEX", integer(index.dtype), *types(np.float32, np.float32))
+        chunks = -(-index.size // _CHUNK)
+        counts, firsts = (xp.empty(chunks, np.int64) if chunks > 1 else None for _ in range(2))
+        threads = 1024 if index.size > THREADS else THREADS
+        address = self._record.ctypes.data
+        self.launch(
+            "indices", "check", built, chunks, threads, flat, index.size, _CHUNK, ignore or 0, ignore is not None,
+            count, counts, firsts, address, *where,
+        )  # fmt: skip
+        if chunks > 1:
+            found = count, counts, firsts, address
+            self.launch("indices", "check_finish", built, 1, 1024, flat, chunks, *found, *where)
+        return count
+
+    def check_class_indices(self, target: Array, classes: int, ignore_index: int | None) -> Array:
+        return self._check(target, classes, _TARGET, ignore_index)
+
+    # -- rows by index -------------------------------------------------------------------------------------
+
+    def embedding(self, weight: Array, index: Array) -> Array:
+        rows, width = weight.shape
+        out = self.xp.empty((*index.shape, width), weight.dtype)
+        self._check(index, rows, _EMBEDDING, None)
+        if out.size:
+            built = ("INDEX", integer(index.dtype), *types(weight.dtype, weight.dtype))
+            self.launch(
+                "indices", "gather", built, -(-index.size // 8), (32, 8),
+                self.flat(weight), self.flat(index), out, index.size, rows, width,
+            )  # fmt: skip
+        return out
+
+    def embedding_backward(
+        self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
+    ) -> Array:
+        xp, width = self.xp, g.shape[-1]
+        if out is None:
+            out, beta = xp.empty((rows, width), g.dtype), 0.0
+        if out.size == 0:
+            return out
+        if index.size == 0:
+            if beta == 0.0:
+                out.fill(0)
+            return out
+        # Sorted segments: a stable sort fixes the order of the sums, and each row is written once.
+        keys = index.reshape(-1).astype(np.int64, copy=False)
+        order = xp.argsort(keys)
+        ordered = keys[order]
+        count = keys.size
+        built = ("INDEX", "i64", *types(g.dtype, out.dtype))
+        starts = xp.empty(rows + 1, np.int64)
+        blocks = count // THREADS + 1
+        self.launch("indices", "segment_starts", built, blocks, THREADS, ordered, starts, count, rows)
+        g = self.flat(g)
+        tiles = xp.empty((count // _TILE, width), wide(g.dtype))
+        if tiles.size:
+            self.launch(
+                "indices", "tile_sums", built, -(-tiles.size // THREADS), THREADS,
+                g, ordered, order, tiles, count, width,
+            )  # fmt: skip
+        target = out if out.flags.c_contiguous else xp.empty(out.shape, out.dtype)
+        accumulate = beta != 0.0 and target is out
+        wide_rows = 32 <= width <= _WIDEST
+        self.launch(
+            "indices",
+            "segment_sums",
+            built,
+            (-(-rows // 8), -(-width // 32)) if wide_rows else -(-out.size // THREADS),
+            (32, 8) if wide_rows else THREADS,
+            *(g, order, starts, tiles, target, rows, width, accumulate),
+        )
+        return out if target is out else self.store(target, out, beta)
+
+    def scatter(self, g: Array, index: Any, shape: Shape) -> Array:
+        xp = self.xp
+        parts = index if isinstance(index, tuple) else (index,)
+        arrays = [part for part in parts if isinstance(part, xp.ndarray | np.ndarray | list)]
+        if not arrays:
+            out = xp.zeros(shape, g.dtype)
+            out[index] = g
+            return out
+        if len(parts) == 1 and isinstance(index, xp.ndarray) and index.dtype.kind in "iu" and len(shape) > 1:
+            keys = index.astype(np.int64, copy=False)
+            rows = xp.where(keys < 0, keys + shape[0], keys)
+            flat = g.reshape(index.size, math.prod(shape[1:]))
+            return self.embedding_backward(flat, rows, shape[0]).reshape(shape)
+        # An element may be chosen more than once: look its number up, then add by number, in a fixed order.
+        size = math.prod(shape)
+        chosen = xp.arange(size).reshape(shape)[index]
+        return self.embedding_backward(g.reshape(chosen.size, 1), chosen.reshape(-1), size).reshape(shape)

@@ -1,0 +1,129 @@
+// Checks of indices, rows by index, and sums over equal indices. INDEX: type of the indices.
+
+// -- checks -------------------------------------------------------------------------------------------------
+// A bad index is written into a record in pinned host memory, which the host reads without asking the device.
+// The first record stands until the host takes it.
+
+struct Record { i64 full, site, value, position, limit, inner, axes, step; };
+
+#define NONE 0x7fffffffffffffffLL
+
+__device__ __forceinline__ void block_minimum(i64& value) {
+    __shared__ i64 parts[32];
+    for (int offset = 16; offset; offset >>= 1) {
+        i64 other = __shfl_xor_sync(0xffffffffu, value, offset);
+        value = other < value ? other : value;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (int i = 0; i < blockDim.x / 32; i++) value = parts[i] < value ? parts[i] : value;
+}
+
+#define WHERE i64 limit, i64 site, i64 inner, i64 axes, INTEGER(step)
+#define FINISH(counted, first)                                                                        \
+    if (threadIdx.x == 0) {                                                                           \
+        *count = (double)counted;                                                                     \
+        volatile Record* r = record;                                                                  \
+        if (first != NONE && r->full == 0) {                                                          \
+            r->site = site, r->value = (i64)index[first], r->position = first, r->limit = limit;      \
+            r->inner = inner, r->axes = axes, r->step = INTEGER_VALUE(step);                          \
+            __threadfence_system();                                                                   \
+            r->full = 1;                                                                              \
+        }                                                                                             \
+    }
+
+// Counts the indices that are not ignored and finds the first of them that is out of range.
+extern "C" __global__ void check(const INDEX* index, i64 n, i64 chunk, i64 ignore, i64 ignoring, double* count,
+                                 i64* counts, i64* firsts, Record* record, WHERE) {
+    i64 first = NONE, counted = 0;
+    i64 start = blockIdx.x * chunk, stop = start + chunk < n ? start + chunk : n;
+    for (i64 i = start + threadIdx.x; i < stop; i += blockDim.x) {
+        i64 value = (i64)index[i];
+        if (ignoring && value == ignore) continue;
+        counted++;
+        if ((value < 0 || value >= limit) && i < first) first = i;
+    }
+    counted = block_sum(counted);
+    block_minimum(first);
+    if (gridDim.x == 1) {
+        FINISH(counted, first)
+    } else if (threadIdx.x == 0) {
+        counts[blockIdx.x] = counted;
+        firsts[blockIdx.x] = first;
+    }
+}
+
+extern "C" __global__ void check_finish(const INDEX* index, i64 chunks, double* count, const i64* counts,
+                                        const i64* firsts, Record* record, WHERE) {
+    i64 first = NONE, counted = 0;
+    for (i64 i = threadIdx.x; i < chunks; i += blockDim.x) {
+        counted += counts[i];
+        if (firsts[i] < first) first = firsts[i];
+    }
+    counted = block_sum(counted);
+    block_minimum(first);
+    FINISH(counted, first)
+}
+
+// -- rows ---------------------------------------------------------------------------------------------------
+
+// Block (32, 8) copies eight rows; an index out of range gives NaN.
+extern "C" __global__ void gather(const T* table, const INDEX* index, T* out, i64 n, i64 rows, i64 width) {
+    i64 i = blockIdx.x * (i64)blockDim.y + threadIdx.y;
+    if (i >= n) return;
+    i64 row = (i64)index[i];
+    bool bad = row < 0 || row >= rows;
+    for (i64 c = threadIdx.x; c < width; c += 32)
+        out[i * width + c] = bad ? As<T>::of(not_a_number((W)0)) : table[row * width + c];
+}
+
+// -- sums over equal indices --------------------------------------------------------------------------------
+// `sorted` holds the indices in order and `order` where each came from. starts[r] is where row r begins.
+
+extern "C" __global__ void segment_starts(const i64* sorted, i64* starts, i64 n, i64 rows) {
+    i64 i = thread();
+    if (i > n) return;
+    i64 before = i ? sorted[i - 1] : -1, here = i < n ? sorted[i] : rows;
+    if (here > rows) here = rows;
+    for (i64 row = before + 1 > 0 ? before + 1 : 0; row <= here; row++) starts[row] = i;
+}
+
+#define TILE 64  // sorted positions that are summed at once where all have one index
+
+extern "C" __global__ void tile_sums(const T* g, const i64* sorted, const i64* order, W* tiles, i64 n, i64 width) {
+    i64 i = thread(), tile = i / width, c = i - tile * width;
+    if (tile >= n / TILE || sorted[tile * TILE] != sorted[tile * TILE + TILE - 1]) return;
+    W sum = 0;
+    #pragma unroll 8
+    for (i64 p = tile * TILE; p < (tile + 1) * TILE; p++) sum += wide(g[order[p] * width + c]);
+    tiles[i] = sum;
+}
+
+// Adds the tokens before the first whole tile, the tiles, and those behind the last. Wide rows: block (32, 8), a
+// warp for 32 columns of a row. Narrow ones, with a flat block: a thread an element of the result.
+extern "C" __global__ void segment_sums(const T* g, const i64* order, const i64* starts, const W* tiles, O* out,
+                                        i64 rows, i64 width, i64 accumulate) {
+    i64 row, c;
+    if (blockDim.y > 1) {
+        row = blockIdx.x * (i64)blockDim.y + threadIdx.y;
+        c = blockIdx.y * 32LL + threadIdx.x;
+    } else {
+        row = thread() / width;
+        c = thread() - row * width;
+    }
+    if (row >= rows || c >= width) return;
+    i64 start = starts[row], stop = starts[row + 1], i = row * width + c;
+    if (accumulate && start == stop) return;
+    W sum = 0;
+    i64 first = (start + TILE - 1) / TILE, last = stop / TILE, head = last > first ? first * TILE : stop;
+    #pragma unroll 4
+    for (i64 p = start; p < head; p++) sum += wide(g[order[p] * width + c]);
+    if (last > first) {
+        #pragma unroll 8
+        for (i64 t = first; t < last; t++) sum += tiles[t * width + c];
+        #pragma unroll 4
+        for (i64 p = last * TILE; p < stop; p++) sum += wide(g[order[p] * width + c]);
+    }
+    out[i] = As<O>::of(accumulate ? sum + (W)wide(out[i]) : sum);
+}

@@ -1,0 +1,126 @@
+"""Update kernels on a GPU: the optimizers' rules, norms, checksums. Part of ``kernels.cuda``.
+
+One launch a call. No method decides anything on the host that depends on the device: numbers that change from
+step to step may be given as 0-d arrays in device memory, which makes a call fit for a captured graph. The
+docstrings are in ``kernels.updates``, whose bits the rules have too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import updates
+from .cuda_source import THREADS, CudaBase, loop_blocks, number, stored, summed, types
+
+_HASH_BYTES = 65_536  # bytes of a hash block: 8192 words
+
+
+class CudaUpdates(CudaBase):
+    """sgd, adam, norms, checksums and finite checks. **Local.**"""
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(ordinal)
+        self._keys: Any = None
+
+    def flat_zeros(self, size: int, dtype: Any) -> Any:
+        with self.active():
+            return self.xp.zeros(size, dtype)
+
+    def update_scratch(self, dtype: Any) -> np.dtype:
+        return np.dtype(dtype)  # the kernels need no memory, only to know what to compute in
+
+    def block_numbers(self, numbers: np.ndarray) -> Any:
+        return self.from_host(numbers)
+
+    def column(self, table: np.ndarray, numbers: Any) -> Any:
+        return self.xp.asarray(table, np.float64)[numbers]
+
+    def sgd(
+        self,
+        weights: Any,
+        gradient: Any,
+        velocity: Any,
+        *,
+        scale: Any,
+        lr: Any,
+        momentum: float,
+        weight_decay: Any,
+        nesterov: bool,
+        scratch: Any,
+    ) -> None:
+        if weights.size == 0:
+            return
+        built = ("P", stored(weights.dtype), "G", stored(gradient.dtype), "S", summed(scratch))
+        decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
+        scale, lr, weight_decay = self._there(scale), self._there(lr), self._there(weight_decay)
+        self.launch(
+            "updates", "sgd", built, _blocks(weights), THREADS, weights, gradient, velocity, weights.size,
+            *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov,
+        )  # fmt: skip
+
+    def adam(
+        self,
+        weights: Any,
+        gradient: Any,
+        mean: Any,
+        variance: Any,
+        *,
+        scale: Any,
+        step: Any,
+        eps: Any,
+        betas: tuple[float, float],
+        weight_decay: Any,
+        shrink: Any,
+        scratch: Any,
+    ) -> None:
+        if weights.size == 0:
+            return
+        built = ("P", stored(weights.dtype), "G", stored(gradient.dtype), "S", summed(scratch))
+        decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
+        shrinks = not (isinstance(shrink, float) and shrink == 1.0)
+        scale, step, eps = self._there(scale), self._there(step), self._there(eps)
+        weight_decay, shrink = self._there(weight_decay), self._there(shrink)
+        self.launch(
+            "updates", "adam", built, _blocks(weights), THREADS, weights, gradient, mean, variance, weights.size,
+            *number(scale), *number(step), *number(eps), *(float(beta) for beta in betas),
+            *number(weight_decay), decays, *number(shrink), shrinks,
+        )  # fmt: skip
+
+    def _there(self, value: Any) -> Any:
+        """Return a number with a column that still lies on the host copied; the caller keeps it until the launch."""
+        return self.xp.asarray(value) if isinstance(value, np.ndarray) else value
+
+    def sum_of_squares(self, x: Any, span: int = 4096) -> Any:
+        out = self.xp.empty(-(-x.size // span), np.float64)
+        if x.size:
+            built = types(x.dtype, np.float64)
+            self.launch("spans", "span_squares", built, len(out), THREADS, self.flat(x), out, x.size, span)
+        return out
+
+    def checksum(self, array: Any) -> int:
+        xp = self.xp
+        flat = self.flat(array).reshape(-1)
+        if flat.data.ptr % 8:
+            flat = flat.copy()
+        if self._keys is None:
+            self._keys = xp.asarray(updates._KEYS)
+        size = flat.nbytes
+        blocks = -(-(size // 8 * 8) // _HASH_BYTES) + (size % 8 > 0)
+        sums, out = xp.empty(blocks, np.uint64), xp.empty((), np.uint64)
+        if blocks:
+            self.launch("checksum", "hash_blocks", (), blocks, THREADS, flat, self._keys, sums, size)
+        self.launch("checksum", "hash_fold", (), 1, 1024, sums, out, blocks, size)
+        return int(out)
+
+    def all_finite(self, x: Any) -> Any:
+        flag = self.xp.ones((), self.xp.bool_)
+        if x.size:
+            arguments = self.flat(x), flag, x.size
+            self.launch("elementwise", "all_finite", types(x.dtype), loop_blocks(x.size), THREADS, *arguments)
+        return flag
+
+
+def _blocks(x: Any) -> int:
+    return -(-x.size // (4 * THREADS))
