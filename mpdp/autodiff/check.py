@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import kernels
+from ..device import device_of
 from ..kernels.precision import is_floating
 from .recording import no_grad
 from .tensor import Tensor
@@ -27,7 +29,8 @@ def check(
 
     Args:
         function: of tensors, returns one tensor; must give the same result each time.
-        arrays: inputs; floating ones are taken as float64 and differentiated, others are passed as they are.
+        arrays: inputs, NumPy's or CuPy's; floating ones are taken as float64 and differentiated, others are
+            passed as they are.
         eps: the step, in units of x.
         tolerance: of |difference| / max(1, |derivative|).
         seed: of the directions.
@@ -40,7 +43,7 @@ def check(
         >>> check(ops.tanh, np.array([0.5, -1.0])) < 1e-6
         True
     """
-    values = [np.array(a, np.float64) if _differentiable(a) else a for a in arrays]
+    values = [kernels.of(a).xp.array(a, np.float64) if _differentiable(a) else a for a in arrays]
     random = np.random.default_rng(seed)
     with no_grad():
         out = function(*[Tensor(v) if _differentiable(v) else v for v in values])
@@ -68,9 +71,10 @@ def check(
             continue
         direction = _direction(random, value.shape)
         changed = list(values)
-        changed[i] = value + eps * direction
+        step = kernels.move(eps * direction, device_of(value))
+        changed[i] = value + step
         above = weighted(changed)
-        changed[i] = value - eps * direction
+        changed[i] = value - step
         numeric = (above - weighted(changed)) / (2 * eps)
         for how, gradient, times in (("returned", returned, 1), ("written", written, 1), ("added", added, 2)):
             found = gradient[i]
@@ -102,4 +106,5 @@ def _gradients(function: Callable[..., Tensor], inputs: list[Any], leaves: list[
     out = function(*inputs)
     if out.requires_grad:
         out.backward(seed)
-    return [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
+    grads = [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return [None if grad is None else kernels.of(grad).to_numpy(grad) for grad in grads]

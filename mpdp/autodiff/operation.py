@@ -82,11 +82,16 @@ class Operation:
             raise TypeError(f"{self.name}: expected at least one tensor or array, got none; use Tensor(...)")
         if plain:
             k: Any = KERNELS
+            out, saved = self.forward(k, *arrays, **attrs)
         else:
-            same_device(self.name, *[array for array in arrays if hasattr(array, "dtype")])
-            k = kernels.of(first)
-        out, saved = self.forward(k, *arrays, **attrs)
-        if type(out) is not ndarray and not isinstance(out, k.xp.ndarray):
+            device = same_device(self.name, *[array for array in arrays if hasattr(array, "dtype")])
+            k = kernels.for_device(device)
+            if k.is_current():
+                out, saved = self.forward(k, *arrays, **attrs)
+            else:
+                with k.active():  # results are made on the current GPU
+                    out, saved = self.forward(k, *arrays, **attrs)
+        if type(out) is not ndarray and (isinstance(out, generic) or not hasattr(out, "dtype")):
             out = k.xp.asarray(out)  # NumPy turns 0-d results into scalars
         if not needed or not recording():
             return make(out, None)

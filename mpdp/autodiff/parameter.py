@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from .. import kernels
+from ..device import device_of, same_device
 from .tensor import Array, Tensor
 
 
@@ -37,7 +39,7 @@ class Parameter(Tensor):
         super().__init__(data, requires_grad=True, name=name)
 
     def bind(self, data_view: Array, grad_view: Array | None, binding: Binding) -> None:
-        """Move the parameter onto views of an arena, keeping its values. **Local.**
+        """Move the parameter onto views of an arena, keeping its values, also to another device. **Local.**
 
         From then on ``.data`` and ``.grad`` are these views and never others. The first contribution of
         each ``binding.update`` to the gradient assigns, later ones add; the gradient view is never zeroed.
@@ -49,6 +51,7 @@ class Parameter(Tensor):
 
         Raises:
             ValueError: a view of another shape.
+            DeviceMismatchError: views on different devices.
         """
         for what, view in (("data_view", data_view), ("grad_view", grad_view)):
             if view is not None and view.shape != self.shape:
@@ -56,7 +59,9 @@ class Parameter(Tensor):
                     f"{what}: expected shape {self.shape} of {self._title()}, got {view.shape}; "
                     "check the layout"
                 )
-        data_view[...] = self._data
+        if grad_view is not None:
+            same_device("bind", data_view, grad_view)
+        data_view[...] = kernels.move(self._data, device_of(data_view))
         self._data = data_view
         self._grad = grad_view
         self._key = 0

@@ -138,6 +138,10 @@ class Tape:
         operation, inputs, saved, k = node.operation, node.inputs, node.saved, node.kernels
         if operation is None:
             raise TapeError(_CONSUMED)
+        if not k.is_current():
+            with k.active():
+                self._run(i, node, pending, owned)
+            return
         node.operation = node.saved = None
         node.inputs = []
         g, pending[i] = pending[i], None
@@ -184,7 +188,12 @@ class Tape:
                     owned[link] = 1
 
     def _seed(self, seed: Any) -> Any:
+        if not self._kernels.is_current():
+            with self._kernels.active():
+                return self._seed(seed)
         xp = self._kernels.xp
+        if isinstance(seed, float | int):  # a number reaches a GPU with the launch, an array needs a copy
+            return xp.full(self._shape, seed, dtype=self._dtype)
         g = xp.array(seed, dtype=self._dtype)
         if g.shape != self._shape:
             if g.shape != ():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import kernels
-from ..device import Device, as_device, device_of
+from ..device import Device, as_device, device_of, same_device
 from ..kernels.precision import is_floating
 from .recording import Node
 from .tape import Tape
@@ -113,7 +113,8 @@ class Tensor:
             self._written = self._binding.update
 
     def _fitting(self, what: str, value: Array) -> Array:
-        """Return ``value`` if it fits this tensor's array without broadcasting or loss."""
+        """Return ``value`` if it fits this tensor's array without broadcasting, loss or a move."""
+        same_device(what, self._data, value)
         if value.shape != self._data.shape:
             raise ValueError(
                 f"{what}: expected shape {self._data.shape} of {self._title()}, got {value.shape}; reshape it"
@@ -204,9 +205,8 @@ class Tensor:
         return self._data.item()
 
     def to(self, device: Device | str) -> Tensor:
-        """Return the tensor on ``device``; itself when it is there already."""
-        kernels.for_device(as_device(device))
-        return self
+        """Return the tensor on ``device``, itself when it is there already; a gradient goes the way back."""
+        return ops.to(self, as_device(device))
 
     def __float__(self) -> float:
         return float(self._data.item())

@@ -12,6 +12,7 @@ from .. import kernels
 from ..autodiff import Tensor, ops
 from ..autodiff.recording import recorded
 from ..autodiff.tensor import unwrap
+from ..device import same_device
 
 Array = Any
 
@@ -80,6 +81,7 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
     Raises:
         ValueError: shapes that do not fit, or a target out of range (on the CPU, at once).
         TypeError: targets that are not integers.
+        DeviceMismatchError: output and target on different devices.
 
     Example:
         >>> import numpy as np
@@ -93,6 +95,7 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
             f"target: expected shape {logits.shape[:-1]} for an output of shape {logits.shape} (classes "
             f"on the last axis), got {labels.shape}; give one class index a row"
         )
+    same_device("cross_entropy", logits, labels)
     count = check_class_indices(labels, logits.shape[-1], ignore_index)
     return Loss(ops.cross_entropy(output, labels, ignore_index, count), count)
 

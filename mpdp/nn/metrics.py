@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import kernels
 from ..autodiff.tensor import unwrap
+from ..device import same_device
 from .losses import check_class_indices
 
 
@@ -21,7 +22,7 @@ def accuracy(output: Any, target: Any, ignore_index: int = -100) -> tuple[Any, A
         (correct, counted): 0-d float64 arrays on the device, so nothing waits for it.
 
     Raises:
-        ValueError, TypeError: as ``nn.cross_entropy``.
+        ValueError, TypeError, DeviceMismatchError: as ``nn.cross_entropy``.
 
     Example:
         >>> import numpy as np
@@ -34,6 +35,7 @@ def accuracy(output: Any, target: Any, ignore_index: int = -100) -> tuple[Any, A
             f"target: expected shape {output.shape[:-1]} for an output of shape {output.shape} (classes "
             f"on the last axis), got {target.shape}; give one class index a row"
         )
+    same_device("accuracy", output, target)
     xp = kernels.of(output).xp
     counted = check_class_indices(target, output.shape[-1], ignore_index)
     right = (output.argmax(axis=-1) == target) & (target != ignore_index)

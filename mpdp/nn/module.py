@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Buffer, Parameter, Tensor
+from ..device import Device, as_device
 
 _M = TypeVar("_M", bound="Module")
 
@@ -119,6 +120,18 @@ class Module:
             parameter.requires_grad = True
         return self
 
+    def to(self: _M, device: Device | str) -> _M:
+        """Move all parameters and buffers to a device, in place.
+
+        A trainer and ``DataParallel`` do it themselves. Tied members stay tied; gradients are dropped.
+        """
+        device = as_device(device)
+        for _, tensor in self._tensors():
+            if tensor.device != device:
+                tensor.data = kernels.move(tensor.data, device)
+                tensor.grad = None
+        return self
+
     # -- state ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -155,7 +168,9 @@ class Module:
                 "nothing was loaded, check that the state is of this model"
             )
         for name, tensor in own.items():
-            tensor.data[...] = kernels.of(tensor.data).xp.asarray(values[name])
+            value = values[name]
+            value = value if hasattr(value, "device") else np.asarray(value)
+            tensor.data[...] = kernels.move(value, tensor.device)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters()

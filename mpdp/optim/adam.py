@@ -84,11 +84,9 @@ class Adam(Optimizer):
         """
         if self._common is not None:
             return self._correction(self._common + 1)
-        block = self._layout.BLOCK
-        owners = self._plan.parameter_of_block()[start // block : stop // block]
         counts, which = np.unique(self.updates + 1, return_inverse=True)
-        table = np.array([self._correction(int(count)) for count in counts])
-        return table[which[owners], 0], table[which[owners], 1]
+        table = np.array([self._correction(int(count)) for count in counts])[which]
+        return self._column(table[:, 0], start, stop), self._column(table[:, 1], start, stop)
 
     def _correction(self, count: int) -> tuple[float, float]:
         root = math.sqrt(1.0 - self.betas[1] ** count)

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..device import device_of, same_device
 from ..errors import CheckpointError
+from ..kernels import move
 from ..kernels.updates import UpdateKernels
 from .plan import Plan
 
@@ -84,6 +86,8 @@ class Optimizer:
         self._kernels: Any = None
         self._scratch: Any = None
         self._plan: Any = None
+        self._groups: Any = None  # group of each block, where the kernels want it
+        self._owners: Any = None  # parameter of each block, likewise, once it is needed
         self._common: int | None = 0  # the count that all parameters share; None where they differ
         self._names: tuple[str, ...] = ()
         self._factors = (1.0, *(float(group.lr_factor) for group in self.groups))
@@ -131,6 +135,7 @@ class Optimizer:
         self._names = tuple(names)
         self._plan = Plan(layout, [self._group(name) for name in names])
         self._layout, self._weights, self._kernels = layout, weights, kernels
+        self._groups = kernels.block_numbers(self._plan.group_of_block)
         self._scratch = kernels.update_scratch(dtype)
 
     def unbind(self) -> None:
@@ -140,6 +145,7 @@ class Optimizer:
         """
         self.state, self.updates, self._common = {}, np.zeros(0, dtype=np.int64), 0
         self._layout = self._weights = self._kernels = self._scratch = self._plan = None
+        self._groups = self._owners = None
 
     def prepare(self, gradient: Any, start: int, stop: int, scale: float) -> Any:
         """Return partial sums that must be added over all ranges before ``apply``; None for most rules.
@@ -148,9 +154,7 @@ class Optimizer:
         """
         return None
 
-    def apply(
-        self, gradient: Any, start: int, stop: int, *, scale: float, lr: float, used: Any = None
-    ) -> None:
+    def apply(self, gradient: Any, start: int, stop: int, *, scale: Any, lr: float, used: Any = None) -> None:
         """Update the weights of one range.
 
         **Local.** Within an update the caller covers the trainable zone once, in any cut and order,
@@ -160,7 +164,7 @@ class Optimizer:
             gradient: flat array over the trainable zone: sums over samples.
             start: first element, a multiple of ``layout.BLOCK``.
             stop: end, a multiple of ``layout.BLOCK``.
-            scale: factor on the gradient (1 / count, and the clip factor).
+            scale: factor on the gradient (1 / count, and the clip factor); on a GPU also a 0-d float64 array.
             lr: learning rate of this update, schedule applied; groups multiply it.
             used: boolean NumPy array over the trainable parameters in layout order, or None for
                 all. An unused parameter keeps weight, state and count.
@@ -171,12 +175,14 @@ class Optimizer:
             )
         block = self._layout.BLOCK
         assert start % block == 0 and stop % block == 0, "ranges are cut at blocks"
-        scale, lr = float(scale), float(lr)
+        same_device("apply", self._weights, gradient)
+        scale = float(scale) if isinstance(scale, float | int | np.generic) else scale
+        lr = float(lr)
         for first, last, group in self._plan.ranges(start, stop, used):
             if group is None:
-                of_block = self._plan.group_of_block[first // block : last // block]
-                rate = (lr * np.array(self._factors))[of_block]
-                decay = np.array(self._decays)[of_block]
+                of_block = self._groups[first // block : last // block]
+                rate = self._kernels.column(lr * np.array(self._factors), of_block)
+                decay = self._kernels.column(np.array(self._decays), of_block)
             else:
                 rate, decay = lr * self._factors[group], self._decays[group]
             self._update(gradient[first:last], first, last, scale, rate, decay)
@@ -184,6 +190,13 @@ class Optimizer:
     def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
         """Apply the rule to one piece; ``lr`` and ``decay`` are floats, or float64 arrays a block."""
         raise NotImplementedError
+
+    def _column(self, table: np.ndarray, start: int, stop: int) -> Any:
+        """Return values given a parameter, in layout order, as a column over the blocks of a range."""
+        if self._owners is None:
+            self._owners = self._kernels.block_numbers(self._plan.parameter_of_block())
+        block = self._layout.BLOCK
+        return self._kernels.column(table, self._owners[start // block : stop // block])
 
     def finish_update(self, used: Any = None) -> None:
         """Count the update for the parameters that were used. **Local.**"""
@@ -241,7 +254,7 @@ class Optimizer:
                 f"{'; '.join(faults)}; resume with the optimizer and model that wrote the checkpoint"
             )
         for name, array in own.items():
-            array[...] = arrays[name]
+            array[...] = move(arrays[name], device_of(array))
         self._common = _shared(self.updates)
 
     def _hyper_parameters(self) -> dict[str, Any]:

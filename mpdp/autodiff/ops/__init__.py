@@ -22,6 +22,7 @@ from .normalisation import layer_norm, log_softmax, softmax
 from .products import linear, matmul
 from .reductions import max, mean, sum
 from .shapes import concatenate, getitem, reshape, stack, transpose
+from .transfer import to
 
 __all__ = [
     "absolute",
@@ -58,6 +59,7 @@ __all__ = [
     "subtract",
     "sum",
     "tanh",
+    "to",
     "transpose",
     "where",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...device import same_device
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
 
@@ -90,9 +91,12 @@ def transpose(x: Any, *axes: Any) -> Tensor:
 
 def getitem(x: Any, index: Any) -> Tensor:
     """Return ``x[index]`` for anything that indexes an array: integers, slices, ``...``, None, index or
-    boolean arrays. **Local.** An element chosen twice gets the sum of both gradients.
+    boolean arrays on the device of x. **Local.** An element chosen twice gets the sum of both gradients.
     """  # fmt: skip
     index = tuple(unwrap(part) for part in index) if isinstance(index, tuple) else unwrap(index)
+    arrays = [part for part in (index if isinstance(index, tuple) else (index,)) if getattr(part, "ndim", 0)]
+    if arrays:
+        same_device("getitem", unwrap(x), *arrays)
     return _apply_getitem(x, index=index)
 
 

@@ -1,10 +1,23 @@
 """Calling an operation: what it takes, what it refuses, and operations of one's own."""
 
+from contextlib import contextmanager
+from functools import cache
+
 import numpy as np
 import pytest
+from on_device import found_later, here, put, xp
 
-from mpdp import autodiff
+from mpdp import autodiff, kernels
 from mpdp.autodiff import WANTED, Operation, Target, Tensor, check, deliver, ops
+from mpdp.device import CPU, Device
+from mpdp.errors import DeviceMismatchError
+from mpdp.nn import accuracy, cross_entropy
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+def tensor(values):
+    return Tensor(put(values), requires_grad=True)
 
 
 def test_a_registered_operation_is_differentiated_and_checked():
@@ -19,9 +32,9 @@ def test_a_registered_operation_is_differentiated_and_checked():
 
     scale = autodiff.register("scale", forward, backward)
     assert isinstance(scale, Operation) and repr(scale) == "Operation('scale')"
-    assert check(lambda x, y: scale(x, y, power=3), np.array([1.0, 2.0]), np.array([3.0, 4.0])) < 1e-6
-    x = Tensor([1.0, 2.0], requires_grad=True)
-    scale(x, np.array([1.0, 1.0]), power=2).backward([1.0, 1.0])
+    assert check(lambda x, y: scale(x, y, power=3), put([1.0, 2.0]), put([3.0, 4.0])) < 1e-6
+    x = tensor([1.0, 2.0])
+    scale(x, put([1.0, 1.0]), power=2).backward([1.0, 1.0])
     assert x.grad.tolist() == [2, 4]
 
 
@@ -39,7 +52,7 @@ def test_a_registered_operation_may_write_into_its_target():
         return (want,)
 
     double = autodiff.register("double", lambda k, x: (x * 2, None), backward)
-    assert check(double, np.array([1.0, -3.0])) < 1e-6
+    assert check(double, put([1.0, -3.0])) < 1e-6
     assert seen == [((2,), 0.0), ((2,), 1.0)]
 
 
@@ -68,7 +81,7 @@ def test_register_refuses_what_is_no_operation():
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_wrong_backward_rule_is_named(returned, message, leaf):
     bad = autodiff.register("bad", lambda k, x, y: (x + y, None), lambda k, saved, g, wants: returned(g))
-    x, y = Tensor([1.0, 2.0], requires_grad=True), Tensor([1.0, 2.0], requires_grad=True)
+    x, y = tensor([1.0, 2.0]), tensor([1.0, 2.0])
     out = bad(x, y) if leaf else bad(x * 1, y * 1)
     with pytest.raises(ValueError, match=message):
         out.backward(np.ones(2))
@@ -77,7 +90,7 @@ def test_a_wrong_backward_rule_is_named(returned, message, leaf):
 @pytest.mark.parametrize("leaf", [True, False])
 def test_no_gradient_where_one_is_wanted_is_zero(leaf):
     stop = autodiff.register("stop", lambda k, x: (x, None), lambda k, saved, g, wants: (None,))
-    x = Tensor([1.0, 2.0], requires_grad=True)
+    x = tensor([1.0, 2.0])
     out = stop(x) if leaf else stop(x * 3)
     out.backward(np.ones(2))
     assert x.grad.tolist() == [0, 0]
@@ -92,17 +105,17 @@ def test_a_gradient_may_come_as_a_scalar(leaf):
         return g * s, (g * x).sum()  # the second is numpy.float32, not an array
 
     scaled = autodiff.register("scaled", lambda k, x, s: (x * s, (x, s)), backward)
-    s = Tensor(np.array(2.0, "f4"), requires_grad=True)
+    s = tensor(np.array(2.0, "f4"))
     for _ in range(2):
         t = s if leaf else s * 1
         (
-            scaled(np.ones(3, "f4"), t) + scaled(np.ones(3, "f4"), t) + scaled(np.ones(3, "f4"), t)
+            scaled(xp.ones(3, "f4"), t) + scaled(xp.ones(3, "f4"), t) + scaled(xp.ones(3, "f4"), t)
         ).sum().backward()
-    assert type(s.grad) is np.ndarray and s.grad.shape == () and s.grad.dtype == np.float32 and s.grad == 18
+    assert type(s.grad) is xp.ndarray and s.grad.shape == () and s.grad.dtype == np.float32 and s.grad == 18
 
 
 def test_dtypes_must_be_equal():
-    x, y = Tensor(np.zeros(2, "f4")), Tensor(np.zeros(2, "f8"))
+    x, y = Tensor(xp.zeros(2, "f4")), Tensor(xp.zeros(2, "f8"))
     with pytest.raises(
         TypeError, match=r"add: expected floating inputs of one dtype, got float32, float64; .*\.astype"
     ):
@@ -110,28 +123,28 @@ def test_dtypes_must_be_equal():
     with pytest.raises(
         TypeError, match=r"linear: expected floating inputs of one dtype, got float16, float32"
     ):
-        ops.linear(np.zeros((1, 2), "f2"), np.zeros((3, 2), "f4"))
+        ops.linear(xp.zeros((1, 2), "f2"), xp.zeros((3, 2), "f4"))
     assert (x + y.astype("float32")).dtype == "float32"
 
 
 def test_scalars_are_weak():
-    x = Tensor(np.ones(2, "f4"))
+    x = Tensor(xp.ones(2, "f4"))
     for scalar in (2, 2.0, True, np.float64(2), np.int64(2), np.float16(2)):
         assert (x * scalar).dtype == (scalar * x).dtype == np.float32
     with pytest.raises(
         TypeError, match="multiply: expected floating inputs of one dtype, got float32, float64"
     ):
-        x * np.array(2.0)
+        x * put(2.0)
 
 
 def test_arrays_on_either_side():
-    x = Tensor(np.ones(2), requires_grad=True)
-    for out in (np.arange(2.0) * x, x * np.arange(2.0), np.eye(2) @ x, np.float64(2) * x, np.arange(2) - x):
+    x = tensor(np.ones(2))
+    for out in (xp.arange(2.0) * x, x * xp.arange(2.0), xp.eye(2) @ x, np.float64(2) * x, xp.arange(2) - x):
         assert isinstance(out, Tensor) and out.requires_grad and out.dtype == np.float64
 
 
 def test_other_things_are_refused():
-    x = Tensor(np.ones(2))
+    x = Tensor(xp.ones(2))
     with pytest.raises(
         TypeError, match=r"add: expected tensors, arrays or numbers, got list; wrap it with Tensor"
     ):
@@ -140,36 +153,109 @@ def test_other_things_are_refused():
         ops.add(1, 2)
 
 
-def test_devices_must_be_equal():
-    class Elsewhere:
-        dtype, shape, ndim = np.dtype("f8"), (2,), 1
+class Elsewhere:
+    """Looks like an array of another GPU: there need not be one to test what is refused."""
 
-        class device:
-            id = 1
+    class device:
+        id = 7
 
-    from mpdp.errors import DeviceMismatchError
+    def __init__(self, *shape, dtype="f8"):
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
 
-    with pytest.raises(DeviceMismatchError, match=r"add: expected operands on one device, got cpu, cuda:1"):
-        ops.add(np.ones(2), Elsewhere())
+
+def index():
+    return Elsewhere(3, dtype="i8")
+
+
+MISMATCHES = {
+    "add": lambda x: x + Elsewhere(3, 3),
+    "subtract": lambda x: Elsewhere(3, 3) - x,
+    "multiply": lambda x: x * Elsewhere(3, 3),
+    "divide": lambda x: ops.divide(x, Elsewhere(3, 3)),
+    "power": lambda x: ops.power(x, Elsewhere(3, 3)),
+    "maximum": lambda x: ops.maximum(x, Elsewhere(3, 3)),
+    "minimum": lambda x: ops.minimum(x, Elsewhere(3, 3)),
+    "where": lambda x: ops.where(Elsewhere(3, 3, dtype="?"), x, x),
+    "matmul": lambda x: x @ Elsewhere(3, 3),
+    "linear": lambda x: ops.linear(x, x, Elsewhere(3)),
+    "layer_norm": lambda x: ops.layer_norm(x, x[0], Elsewhere(3)),
+    "embedding": lambda x: ops.embedding(x, index()),
+    "getitem": lambda x: x[index()],
+    "concatenate": lambda x: ops.concatenate([x, Elsewhere(3, 3)]),
+    "dropout": lambda x: ops.dropout(x, Elsewhere(3, 3, dtype="?"), 0.5),
+    "cross_entropy": lambda x: ops.cross_entropy(x, index()),
+    "squared_error": lambda x: ops.squared_error(x, Elsewhere(3, 3)),
+    "grad": lambda x: setattr(x, "grad", Elsewhere(3, 3)),
+    "accuracy": lambda x: accuracy(x, index()),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_devices_must_be_equal(name):
+    x = Tensor(xp.ones((3, 3)))
+    devices = f"({here.device}, )+cuda:7|cuda:7(, {here.device})+"
+    with pytest.raises(
+        DeviceMismatchError, match=f"^{name}: expected operands on one device, got ({devices}); move"
+    ):
+        MISMATCHES[name](x)
+
+
+def test_rules_run_with_the_arrays_device_as_the_current_one(monkeypatch):
+    """Arrays that a rule makes land on the device of its operands, also where another GPU is current."""
+    seen = []
+
+    class Away(type(kernels.for_device(CPU))):
+        device, current = Device("cuda", 7), False
+
+        def is_current(self):
+            return self.current
+
+        @contextmanager
+        def active(self):
+            self.current = True
+            yield
+            self.current = False
+
+    def forward(k, x):
+        seen.append(k.is_current())
+        return np.ones(2), None
+
+    def backward(k, saved, g, wants):
+        seen.append(k.is_current())
+        return (g * 3,)
+
+    monkeypatch.setattr(kernels, "_cuda", cache(lambda ordinal: Away()))
+    x = Tensor(Elsewhere(2))
+    x._requires_grad = True
+    autodiff.register("away", forward, backward)(x).backward([1.0, 1.0])
+    assert seen == [True, True] and not kernels.for_device(Device("cuda", 7)).current
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_losses_of_nn_check_devices_too():
+    with pytest.raises(
+        DeviceMismatchError, match=r"cross_entropy: expected operands on one device, got .*cuda:7"
+    ):
+        cross_entropy(Tensor(xp.ones((3, 3))), index())
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda a: ops.linear(a, np.ones((3, 4))),
+            lambda a: ops.linear(a, xp.ones((3, 4))),
             r"linear: expected x of shape .* got \(2, 3\) and \(3, 4\)",
         ),
         (
-            lambda a: ops.linear(a, np.ones(3)),
+            lambda a: ops.linear(a, xp.ones(3)),
             r"linear: expected x of shape .* got \(2, 3\) and \(3,\); the w",
         ),
         (
-            lambda a: ops.linear(a, np.ones((4, 3)), np.ones(3)),
+            lambda a: ops.linear(a, xp.ones((4, 3)), xp.ones(3)),
             r"linear: expected a bias of shape \(4,\), got \(3,\); one number an output",
         ),
         (lambda a: a @ a, r"matmul: expected .* got \(2, 3\) and \(2, 3\); multiply scalars with \*"),
-        (lambda a: ops.matmul(a, np.array(1.0)), r"matmul: expected .* got \(2, 3\) and \(\)"),
+        (lambda a: ops.matmul(a, put(1.0)), r"matmul: expected .* got \(2, 3\) and \(\)"),
         (lambda a: a.sum(2), r"axis: expected distinct integers in -2..1 for 2 axes, got 2; count axes"),
         (lambda a: a.mean((0, -2)), r"axis: expected distinct integers in -2..1 for 2 axes, got \(0, -2\)"),
         (lambda a: a.transpose(0), r"transpose: expected each of the axes 0..1 once, got \(0,\); list all"),
@@ -178,34 +264,34 @@ def test_devices_must_be_equal():
         (lambda a: ops.concatenate([a], 2), r"axis: expected an integer in -2..1, got 2"),
         (lambda a: ops.layer_norm(a), r"layer_norm: expected a weight or a shape, got neither"),
         (
-            lambda a: ops.layer_norm(a, np.ones(2)),
+            lambda a: ops.layer_norm(a, xp.ones(2)),
             r"layer_norm: expected x to end in axes \(2,\), got \(2, 3\)",
         ),
         (
-            lambda a: ops.dropout(a, np.ones((2, 3), bool), 1.0),
+            lambda a: ops.dropout(a, xp.ones((2, 3), bool), 1.0),
             r"p: expected a probability in \[0, 1\), got 1.0",
         ),
         (
-            lambda a: ops.embedding(a, np.array([0, 2])),
+            lambda a: ops.embedding(a, put([0, 2])),
             r"embedding: expected indices in 0..1, got 2 at sample 1; check the tokens",
         ),
-        (lambda a: ops.embedding(a, np.array([[0], [-1]])), r"got -1 at sample 1, position \(0,\)"),
+        (lambda a: ops.embedding(a, put([[0], [-1]])), r"got -1 at sample 1, position \(0,\)"),
     ],
 )
 def test_shapes_and_indices_are_checked(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(Tensor(np.ones((2, 3))))
+    with found_later(ValueError, match=message):
+        call(Tensor(xp.ones((2, 3))))
 
 
 def test_an_index_must_be_of_integers():
     with pytest.raises(TypeError, match=r"index: expected an array of integers, got float64; convert it"):
-        ops.embedding(np.ones((2, 3)), np.ones(2))
+        ops.embedding(xp.ones((2, 3)), xp.ones(2))
     with pytest.raises(TypeError, match=r"index: expected an array of integers, got list"):
         ops.embedding(np.ones((2, 3)), [0])
 
 
 def test_reshape_of_an_empty_share_infers_from_a_sample():
-    x = Tensor(np.ones((0, 4, 6)))
+    x = Tensor(xp.ones((0, 4, 6)))
     assert x.reshape(0, -1).shape == (0, 24)
     assert x.reshape(len(x), 3, -1).shape == (0, 3, 8)
     assert x.reshape(-1, 24).shape == (0, 24)

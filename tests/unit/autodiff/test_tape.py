@@ -9,19 +9,22 @@ import weakref
 
 import numpy as np
 import pytest
+from on_device import host, only_on_the_cpu, xp
 
 from mpdp import autodiff
 from mpdp.autodiff import Parameter, Tape, Tensor, ops
 from mpdp.errors import TapeError
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def weights(*shapes, dtype="f8"):
-    return [Parameter(np.full(shape, 0.5, dtype), name=f"w{i}") for i, shape in enumerate(shapes)]
+    return [Parameter(xp.full(shape, 0.5, dtype), name=f"w{i}") for i, shape in enumerate(shapes)]
 
 
 def test_leaves_and_their_last_writes():
     a, b, c = weights((2, 2), (2, 2), (2,))
-    x = np.ones((3, 2))
+    x = xp.ones((3, 2))
     h = ops.linear(x, a)  # position 3
     h = ops.linear(h, b, c)  # 2
     out = ops.linear(h, a)  # 1
@@ -32,20 +35,20 @@ def test_leaves_and_their_last_writes():
 
 def test_announcements_come_when_gradients_are_final():
     a, b = weights((2, 2), (2, 2))
-    out = ops.linear(ops.linear(ops.linear(np.ones((3, 2)), a), b), a).sum()
+    out = ops.linear(ops.linear(ops.linear(xp.ones((3, 2)), a), b), a).sum()
     exact = [
-        p.grad
+        host(p.grad)
         for p in _differentiated(
-            lambda a, b: ops.linear(ops.linear(ops.linear(np.ones((3, 2)), a), b), a).sum(), a, b
+            lambda a, b: ops.linear(ops.linear(ops.linear(xp.ones((3, 2)), a), b), a).sum(), a, b
         )
     ]
     tape = Tape(out)
     heard = []
     after = {
         tape.last_write[b]: lambda: heard.append(
-            ("b", np.array_equal(b.grad, exact[1]), np.array_equal(a.grad, exact[0]))
+            ("b", np.array_equal(host(b.grad), exact[1]), np.array_equal(host(a.grad), exact[0]))
         ),
-        tape.last_write[a]: lambda: heard.append(("a", np.array_equal(a.grad, exact[0]))),
+        tape.last_write[a]: lambda: heard.append(("a", np.array_equal(host(a.grad), exact[0]))),
     }
     tape.backward(1.0, after)
     assert heard == [("b", True, False), ("a", True)]
@@ -111,7 +114,7 @@ def test_seeds():
         ValueError, match=r"seed: expected a number or an array of .* \(2,\), got shape \(1, 2\)"
     ):
         Tape(w * 3).backward(np.ones((1, 2)))
-    half = Parameter(np.ones(2, "f2"))
+    half = Parameter(xp.ones(2, "f2"))
     Tape((half * 3).sum()).backward(2.0**-10)
     assert half.grad.dtype == np.float16 and half.grad.tolist() == [3 * 2.0**-10] * 2
 
@@ -146,7 +149,7 @@ def test_a_graph_may_go_on_in_another_thread():
     thread.join(10)
     (made[0] * w).sum().backward()
     expected = np.tanh(1.0) + 0.5 * 2 * (1 - np.tanh(1.0) ** 2)
-    assert np.allclose(w.grad, expected)
+    assert np.allclose(host(w.grad), expected)
 
 
 # -- signatures --------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def signature(n=3, names=("a", "b", "c"), width=4, dtype="f8", **options):
     a, b, c = weights((width, width), (width, width), (width,), dtype=dtype)
     for p, name in zip((a, b, c), names):
         p.name = name
-    return Tape(network(np.ones((n, width), dtype), np.zeros(n, np.int64), a, b, c, **options)).signature
+    return Tape(network(xp.ones((n, width), dtype), xp.zeros(n, np.int64), a, b, c, **options)).signature
 
 
 def test_signatures_do_not_depend_on_the_share():
@@ -175,7 +178,7 @@ def test_signatures_do_not_depend_on_lengths_of_activations():
     (w,) = weights((4, 4))
 
     def transposed(n, t):
-        x = ops.linear(np.ones((n, t, 4)), w).transpose(1, 0, 2)
+        x = ops.linear(xp.ones((n, t, 4)), w).transpose(1, 0, 2)
         return Tape(x.mean()).signature
 
     assert transposed(2, 3) == transposed(5, 3) == transposed(2, 7)
@@ -210,7 +213,7 @@ def test_signatures_tell_order_of_layers():
     layers = weights((2, 2), (2, 2))
 
     def run(order):
-        x = np.ones((3, 2))
+        x = xp.ones((3, 2))
         for i in order:
             x = ops.linear(x, layers[i])
         return Tape(x.sum()).signature
@@ -219,6 +222,7 @@ def test_signatures_tell_order_of_layers():
 
 
 def test_signatures_are_equal_in_every_process():
+    only_on_the_cpu("a process of its own")
     program = (
         "import numpy as np; from mpdp.autodiff import Parameter, Tape, ops;"
         "w = Parameter(np.ones((2, 2)), name='layer.weight');"
@@ -286,6 +290,7 @@ def test_saved_arrays_go_as_backward_does(no_gc):
 
 
 def test_gradients_of_results_go_as_backward_does(no_gc):
+    only_on_the_cpu("a subclass of NumPy's arrays tells when they go")
     (w,) = weights((2,))
     references, alive = [], []
 

@@ -5,11 +5,13 @@ import pickle
 
 import numpy as np
 import pytest
+from on_device import here, host, put, xp
 
 from mpdp import nn
 from mpdp.autodiff import SampleContext, Tensor, samples
 from mpdp.kernels.random import dropout_mask
 
+pytestmark = pytest.mark.usefixtures("device")
 random = np.random.default_rng(2)
 
 
@@ -17,10 +19,11 @@ def test_linear():
     layer = nn.Linear(3, 2)
     assert layer.weight.shape == (2, 3) and layer.bias.shape == (2,) and layer.weight.dtype == np.float32
     x = random.standard_normal((4, 5, 3)).astype("f4")
-    assert np.allclose(layer(x).data, x @ layer.weight.data.T + layer.bias.data, atol=1e-6)
+    expected = x @ layer.weight.data.T + layer.bias.data
+    assert np.allclose(host(layer.to(here.device)(put(x))), expected, atol=1e-6)
     assert nn.Linear(3, 2, bias=False).bias is None
     assert nn.Linear(3, 2, dtype="float64").bias.dtype == np.float64
-    assert nn.Linear(0, 2)(np.zeros((3, 0), "f4")).shape == (3, 2)
+    assert nn.Linear(0, 2).to(here.device)(xp.zeros((3, 0), "f4")).shape == (3, 2)
 
 
 def test_defaults_are_pytorchs():
@@ -60,22 +63,23 @@ def test_sizes_are_checked(make, message):
 
 def test_embedding_and_layer_norm():
     table = nn.Embedding(5, 3)
-    assert np.array_equal(table(np.array([[4, 0]])).data, table.weight.data[[[4, 0]]])
+    rows = table.weight.data[[[4, 0]]]
+    assert np.array_equal(host(table.to(here.device)(put([[4, 0]]))), rows)
     x = random.standard_normal((2, 4)).astype("f4")
-    out = nn.LayerNorm(4)(x).data
+    out = host(nn.LayerNorm(4).to(here.device)(put(x)))
     assert np.allclose(
         out, (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5), atol=1e-5
     )
 
 
 def test_activations_and_flatten():
-    x = np.array([[-1.0, 2.0]])
+    x = put([[-1.0, 2.0]])
     assert nn.ReLU()(x).data.tolist() == [[0, 2]]
-    assert np.allclose(nn.Tanh()(x).data, np.tanh(x))
-    assert np.allclose(nn.GELU()(x).data, [[-0.15880801, 1.95459769]])
-    assert nn.Flatten()(np.zeros((2, 3, 4))).shape == (2, 12)
-    assert nn.Flatten()(np.zeros((0, 3, 4))).shape == (0, 12)
-    assert nn.Flatten()(np.zeros(3)).shape == (3, 1)
+    assert np.allclose(host(nn.Tanh()(x)), np.tanh(host(x)))
+    assert np.allclose(host(nn.GELU()(x)), [[-0.15880801, 1.95459769]])
+    assert nn.Flatten()(xp.zeros((2, 3, 4))).shape == (2, 12)
+    assert nn.Flatten()(xp.zeros((0, 3, 4))).shape == (0, 12)
+    assert nn.Flatten()(xp.zeros(3)).shape == (3, 1)
 
 
 def test_sequential():
@@ -83,7 +87,8 @@ def test_sequential():
     assert [name for name, _ in model.named_parameters()] == [
         "0.weight", "0.bias", "2.0.weight", "2.0.bias",
     ]  # fmt: skip
-    assert len(model) == 3 and model[0] is next(iter(model)) and model(np.zeros((5, 3), "f4")).shape == (5, 2)
+    assert len(model) == 3 and model[0] is next(iter(model))
+    assert model.to(here.device)(xp.zeros((5, 3), "f4")).shape == (5, 2)
     assert nn.Sequential()(3) == 3
     with pytest.raises(
         TypeError, match=r"layers: expected modules or functions, got list at 1; pass them as sep"
@@ -92,12 +97,12 @@ def test_sequential():
 
 
 def test_models_are_copied_and_pickled():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.LayerNorm(4))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.LayerNorm(4)).to(here.device)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         state = twin.state_dict()
         assert all(np.array_equal(value, state[name]) for name, value in model.state_dict().items())
         twin[0].weight.data[...] = 0
-    assert np.abs(model[0].weight.data).max() > 0
+    assert np.abs(host(model[0].weight)).max() > 0
 
 
 # -- dropout -----------------------------------------------------------------------------------------------
@@ -105,7 +110,7 @@ def test_models_are_copied_and_pickled():
 
 def dropped(layer, x, **context):
     with samples(SampleContext(**context)):
-        return layer(x).data
+        return host(layer(put(x)))
 
 
 def test_masks_are_the_public_ones():
@@ -134,11 +139,11 @@ def test_masks_do_not_depend_on_the_shares():
 
 def test_calls_in_one_forward_pass_differ_and_passes_repeat():
     layer = nn.Dropout(0.5).bind_names()
-    x = np.ones((4, 50))
+    x = xp.ones((4, 50))
 
     def twice():
         with samples(SampleContext(0, 0, 0, 4)):
-            return layer(x).data, layer(x).data
+            return host(layer(x)), host(layer(x))
 
     first, second = twice()
     assert not np.array_equal(first, second)
@@ -148,11 +153,11 @@ def test_calls_in_one_forward_pass_differ_and_passes_repeat():
 
 def test_gradient_goes_through_the_mask():
     layer = nn.Dropout(0.5).bind_names()
-    x = Tensor(np.ones((4, 5)), requires_grad=True)
+    x = Tensor(xp.ones((4, 5)), requires_grad=True)
     with samples(SampleContext(0, 0, 0, 4)):
         out = layer(x)
     out.sum().backward()
-    assert np.array_equal(x.grad, out.data)
+    assert np.array_equal(host(x.grad), host(out))
 
 
 def test_a_leading_length_that_does_not_fit_is_refused():
@@ -163,20 +168,20 @@ def test_a_leading_length_that_does_not_fit_is_refused():
 
 
 def test_evaluation_and_zero_probability_pass_through():
-    x = np.ones((4, 5))
+    x = xp.ones((4, 5))
     assert nn.Dropout(0.5).eval()(x) is x and nn.Dropout(0.0)(x) is x
 
 
 def test_without_a_context_masks_follow_the_seed_and_the_calls():
-    x = np.ones((4, 50))
+    x = xp.ones((4, 50))
 
     def run():
         nn.seed(3)
         a, b = nn.Dropout(), nn.Dropout()
-        return [a(x).data, a(x).data, b(x).data]
+        return [host(a(x)), host(a(x)), host(b(x))]
 
     one, two = run(), run()
     assert all(np.array_equal(p, q) for p, q in zip(one, two))
     assert not np.array_equal(one[0], one[1]) and not np.array_equal(one[0], one[2])
     named = nn.Sequential(nn.Dropout()).bind_names()
-    assert np.array_equal(named(x).data != 0, dropout_mask(3, "0", 0, 0, (4, 50), 0.5))
+    assert np.array_equal(host(named(x)) != 0, dropout_mask(3, "0", 0, 0, (4, 50), 0.5))

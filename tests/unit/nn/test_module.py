@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from on_device import here, host
 
 from mpdp import nn
 from mpdp.autodiff import Tensor, ops
@@ -164,6 +165,26 @@ def test_modes():
     assert not model.training and not model.blocks[2][0].training
     model.train()
     assert model.heads["b"].training
+
+
+@pytest.mark.usefixtures("device")
+def test_a_model_moves_in_place():
+    class Tied(nn.Module):
+        def __init__(self):
+            self.table = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5)
+            self.head.weight = self.table.weight
+            self.mean = nn.Buffer(np.zeros(3))
+
+    model = Tied()
+    before = model.state_dict()
+    assert model.to(here.device) is model and model.to(str(here.device)) is model
+    assert model.head.weight is model.table.weight
+    assert {tensor.device for tensor in (*model.parameters(), model.mean)} == {here.device}
+    assert all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert model.head.bias.device == here.device
+    assert np.array_equal(host(model.head.bias), before["head.bias"] + 1)
 
 
 def test_freeze_and_thaw():

@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from filled_layout import Layout
+from on_device import here, host, put, xp
 
 from mpdp import optim
-from mpdp.kernels.updates import CpuUpdates
 
-KERNELS = CpuUpdates()
+pytestmark = pytest.mark.usefixtures("device")
 SHAPES = {
     "a.weight": (20, 30),
     "a.bias": (30,),
@@ -27,7 +27,7 @@ class Reference:
 
     def __init__(self, optimizer, layout, weights):
         self.optimizer, self.layout = optimizer, layout
-        self.weights = {e.name: layout.view(weights, e.name).astype(float) for e in layout.trainable}
+        self.weights = {e.name: layout.view(host(weights), e.name).astype(float) for e in layout.trainable}
         self.buffers, self.moments, self.steps = {}, {}, {}
 
     def update(self, gradients, scale, lr, used=None):
@@ -40,7 +40,7 @@ class Reference:
                         factor = group.lr_factor
                         decay = decay if group.weight_decay is None else group.weight_decay
                         break
-                g = self.layout.view(gradients, name).astype(float) * scale
+                g = self.layout.view(host(gradients), name).astype(float) * scale
                 getattr(self, type(self.optimizer).__name__.lower())(name, g, lr * factor, decay)
 
     def sgd(self, name, g, lr, decay):
@@ -82,8 +82,8 @@ RULES = {
 
 def bound(optimizer, dtype, shapes=SHAPES, frozen=(), seed=0):
     layout = Layout(shapes, frozen)
-    weights = layout.filled(np.random.default_rng(seed), dtype)
-    optimizer.bind(layout, weights, KERNELS)
+    weights = put(layout.filled(np.random.default_rng(seed), dtype))
+    optimizer.bind(layout, weights, here.kernels)
     return layout, weights
 
 
@@ -96,17 +96,17 @@ def test_rule(rule, decay, groups, dtype, tolerance):
     layout, weights = bound(optimizer, dtype)
     reference, rng = Reference(optimizer, layout, weights), np.random.default_rng(1)
     for t in range(12):
-        gradient = layout.filled(rng, dtype, trainable_only=True)
+        gradient = put(layout.filled(rng, dtype, trainable_only=True))
         lr = optimizer.lr * 0.9**t
         optimizer.apply(gradient, 0, layout.trainable_size, scale=1 / 8, lr=lr)
         optimizer.finish_update()
         reference.update(gradient, 1 / 8, lr)
     for entry in layout.trainable:
-        new, expected = layout.view(weights, entry.name), reference.weights[entry.name]
+        new, expected = layout.view(host(weights), entry.name), reference.weights[entry.name]
         assert new.size == 0 or np.abs(new - expected).max() <= tolerance * np.abs(expected).max()
-    assert not weights[layout.padding(layout.size)].any()
+    assert not host(weights)[layout.padding(layout.size)].any()
     for array in optimizer.state.values():
-        assert not array[layout.padding(layout.trainable_size)].any()
+        assert not host(array)[layout.padding(layout.trainable_size)].any()
     assert (optimizer.updates == 12).all()
 
 
@@ -122,7 +122,7 @@ def test_unused_parameters_are_untouched(rule, groups):
         used[4] = t % 2 == 0  # alternates
         used[3] = t < 5
         before = weights.copy()
-        gradient = layout.filled(rng, np.float64, trainable_only=True)
+        gradient = put(layout.filled(rng, np.float64, trainable_only=True))
         optimizer.apply(gradient, 0, layout.trainable_size, scale=0.5, lr=0.1, used=used)
         optimizer.finish_update(used)
         reference.update(gradient, 0.5, 0.1, used)
@@ -132,7 +132,7 @@ def test_unused_parameters_are_untouched(rule, groups):
                 assert same
     for entry in layout.trainable:
         np.testing.assert_allclose(
-            layout.view(weights, entry.name), reference.weights[entry.name], rtol=1e-12, atol=1e-13
+            layout.view(host(weights), entry.name), reference.weights[entry.name], rtol=1e-12, atol=1e-13
         )
     assert optimizer.updates.tolist() == [0, 12, 12, 5, 6, 12]
     for array in optimizer.state.values():
@@ -155,7 +155,7 @@ def test_any_partition_gives_equal_bits(rule, groups, pattern):
                 used = np.array([True, t % 2 == 0, True, True, False, True])
             inner = np.sort(cuts.choice(np.arange(1, blocks), size=(0, 1, 5, blocks - 1)[cut], replace=False))
             edges = [0, *(inner * layout.BLOCK).tolist(), layout.trainable_size]
-            gradient = layout.filled(rng, np.float32, trainable_only=True)
+            gradient = put(layout.filled(rng, np.float32, trainable_only=True))
             parts = list(pairwise(edges))
             cuts.shuffle(parts)
             for start, stop in parts:
@@ -170,7 +170,7 @@ def test_frozen_zone_is_untouched(rule):
     optimizer = RULES[rule](weight_decay=0.1)
     layout, weights = bound(optimizer, np.float32, frozen=("a.bias", "b.weight"))
     before = weights.copy()
-    gradient = np.ones(layout.trainable_size, np.float32)
+    gradient = xp.ones(layout.trainable_size, np.float32)
     optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.1)
     assert weights[layout.trainable_size :].tobytes() == before[layout.trainable_size :].tobytes()
     assert (layout.view(weights, "a.weight") != layout.view(before, "a.weight")).all()
@@ -182,11 +182,11 @@ def test_frozen_zone_is_untouched(rule):
 def test_odd_sizes(rule, shapes):
     optimizer = RULES[rule](weight_decay=0.1)
     layout, weights = bound(optimizer, np.float64, shapes)
-    gradient = layout.filled(np.random.default_rng(1), np.float64, trainable_only=True)
+    gradient = put(layout.filled(np.random.default_rng(1), np.float64, trainable_only=True))
     for _ in range(2):
         optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.1)
         optimizer.finish_update()
-    assert optimizer.updates.tolist() == [2] * len(shapes) and np.isfinite(weights).all()
+    assert optimizer.updates.tolist() == [2] * len(shapes) and np.isfinite(host(weights)).all()
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
@@ -194,11 +194,11 @@ def test_half_weights_keep_their_state_in_float32(rule):
     optimizer = RULES[rule]()
     layout, weights = bound(optimizer, np.float16)
     before = weights.copy()
-    gradient = np.full(layout.trainable_size, 1e-4, np.float16)
+    gradient = xp.full(layout.trainable_size, 1e-4, np.float16)
     optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.01)
     assert {array.dtype for array in optimizer.state.values()} == {np.dtype(np.float32)}
-    assert np.isfinite(weights).all()
-    assert np.abs(weights - before).max() <= 0.012  # 0.01 and the rounding of float16
+    assert np.isfinite(host(weights)).all()
+    assert np.abs(host(weights) - host(before)).max() <= 0.012  # 0.01 and the rounding of float16
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -207,7 +207,7 @@ def test_state_goes_through_a_checkpoint_to_the_bit(rule):
 
     def train(optimizer, weights, layout, updates):
         for t in updates:
-            gradient = layout.filled(np.random.default_rng(t), np.float32, trainable_only=True)
+            gradient = put(layout.filled(np.random.default_rng(t), np.float32, trainable_only=True))
             used = np.array([t % 2 == 0, True, True, True, True, True])
             lr = optimizer.lr * optim.WarmupCosine(3, 10)(t)
             optimizer.apply(gradient, 0, layout.trainable_size, scale=0.5, lr=lr, used=used)
@@ -221,7 +221,7 @@ def test_state_goes_through_a_checkpoint_to_the_bit(rule):
     train(first, weights, layout, range(7))
     saved = {name: array.copy() for name, array in first.state_arrays().items()}
     second = RULES[rule](weight_decay=0.1, groups=GROUPS)
-    second.bind(layout, weights, KERNELS)
+    second.bind(layout, weights, here.kernels)
     second.load_state_arrays(saved)
     train(second, weights, layout, range(7, 10))
     assert weights.tobytes() == expected.tobytes()
@@ -257,10 +257,10 @@ def test_constants_from_pytorch(name):
     kind, arguments, expected = TORCH[name]
     optimizer = getattr(optim, kind)(weight_decay=0.1, **arguments)
     layout, weights = bound(optimizer, np.float64, {"p": (3,)})
-    weights[:3] = [1, -2, 0.5]
+    weights[:3] = put([1, -2, 0.5])
     for t in range(8):
-        gradient = np.zeros(layout.trainable_size)
-        gradient[:3] = [t + 1, 1 / (t + 1), (-1) ** t]
+        gradient = xp.zeros(layout.trainable_size)
+        gradient[:3] = put([t + 1, 1 / (t + 1), (-1) ** t])
         optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=optimizer.lr)
         optimizer.finish_update()
-    np.testing.assert_allclose(weights[:3], expected, rtol=1e-13)
+    np.testing.assert_allclose(host(weights[:3]), expected, rtol=1e-13)
