@@ -362,7 +362,7 @@ def _announce(world: World, why: str) -> None:
             "ruled out; start one rank a GPU, or CUDA's MPS",
         )
     own = threads.cores()
-    count = _blas_threads()
+    count = blas_threads()
     world.log(
         "info",
         f"world of {world.size} ranks on {world.num_nodes} {'node' if world.num_nodes == 1 else 'nodes'}, "
@@ -383,7 +383,8 @@ def _announce(world: World, why: str) -> None:
         )
 
 
-def _blas_threads() -> int:
+def blas_threads() -> int:
+    """Return the most threads that a BLAS library of this process uses. **Local.**"""
     from threadpoolctl import threadpool_info
 
     return max((pool["num_threads"] for pool in threadpool_info()), default=1)

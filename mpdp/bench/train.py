@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import __version__
 from ..training import Trainer
-from ..world import World, _blas_threads, init
+from ..world import World, blas_threads, init
 from .workloads import build
 
 WARM_UP = 12  # steps
@@ -74,7 +74,7 @@ def measure(world: World, name: str, *, batch: int | None = None, quick: bool = 
         "steps_per_block": steps,
         "items_per_second": workload.items * world.size / step,
         "unit": workload.unit,
-        "blas_threads": _blas_threads(),
+        "blas_threads": blas_threads(),
         "loss": trainer.loss,
         "numpy": np.__version__,
         "python": platform.python_version(),

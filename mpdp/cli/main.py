@@ -17,6 +17,7 @@ Multi-process data parallelism for NumPy and CuPy over MPI.
 commands:
   run    start a script as several processes: mpdp run -n 4 train.py
   bench  measure this machine: mpdp bench train mlp
+  doctor say what this machine or job offers, and what is wrong with it
 
 options:
   -h, --help  show this message and exit; also after a command
@@ -36,7 +37,13 @@ def _bench(arguments: Sequence[str]) -> int:
     return bench(list(arguments))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench}
+def _doctor(arguments: Sequence[str]) -> int:
+    from .doctor import main as doctor
+
+    return doctor(arguments)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "doctor": _doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

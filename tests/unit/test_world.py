@@ -117,4 +117,4 @@ def test_threads_a_rank(monkeypatch, affinity, machine, quota, local_size, expec
 def test_the_users_own_setting_of_threads_stands():
     assert threads.cap(2, {"OMP_NUM_THREADS": "7"}) is None
     assert threads.cap(1, {}) is None
-    assert world._blas_threads() >= 1
+    assert world.blas_threads() >= 1

@@ -21,7 +21,9 @@ def test_no_command_is_a_usage_error(capsys):
 
 def test_an_unknown_command_is_named(capsys):
     assert main(["train"]) == 2
-    assert "command: expected one of run, bench, got 'train'; see mpdp --help" in capsys.readouterr().err
+    assert (
+        "command: expected one of run, bench, doctor, got 'train'; see mpdp --help" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

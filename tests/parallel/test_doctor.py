@@ -1,0 +1,21 @@
+"""``mpdp doctor`` under a launcher: one report about all ranks."""
+
+import json
+
+import pytest
+from launching import PROGRAMS
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_job_is_described_once(job, tmp_path, size):
+    path = tmp_path / "doctor.json"
+    result = job(PROGRAMS / "command.py", "doctor", "--json", path, n=size)
+    report = json.loads(path.read_text())
+    assert result.rc == (1 if report["problems"] else 0), f"{result}"
+    assert report["job"]["ranks"] == size
+    assert report["job"]["nodes"] == 1
+    assert report["job"]["thread_level"] == "multiple"
+    assert [r["rank"] for r in report["job"]["by_rank"]] == list(range(size))
+    assert result.output.count("packages:") == 1
+    crowded = [p for p in report["problems"] if "ranks on a node of" in p["what"]]
+    assert bool(crowded) == (size > report["cores"]["machine"])
