@@ -28,7 +28,7 @@ from .device_choice import choose_device
 from .device_memory import identity
 from .errors import LaunchError, MissingDependencyError, MpdpError
 
-TRANSPORTS = ("auto", "mpi")
+TRANSPORTS = ("auto", "mpi", "mpi_device")
 
 
 @dataclass(eq=False)
@@ -111,7 +111,8 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     Args:
         device: ``"auto"`` (a GPU if CuPy is installed and sees one, else the CPU), ``"cpu"``, ``"cuda"`` (the GPU
             of the local rank, see ``docs/devices.md``) or ``"cuda:<ordinal>"`` (the same on every rank).
-        transport: ``"auto"`` or ``"mpi"``.
+        transport: ``"auto"``, ``"mpi"`` (GPU arrays travel through host memory), or ``"mpi_device"``: GPU pointers are
+            handed to MPI, on your word that it is CUDA-aware; with another one that is a segmentation fault.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
     Raises:
@@ -139,13 +140,18 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
         or (device != "cuda" and as_device(device) != world.device)
     ):
         raise ValueError(f"device: expected {world.device} as in the first call of init, got {device}")
-    if transport not in ("auto", world.transport) and world.size > 1:
+    if transport not in ("auto", world.transport, *_inner(world.transport)) and world.size > 1:
         raise ValueError(
             f"transport: expected {world.transport} as in the first call of init, got {transport!r}"
         )
     if timeout not in (300.0, world.timeout):
         raise ValueError(f"timeout: expected {world.timeout} as in the first call of init, got {timeout}")
     return world
+
+
+def _inner(transport: str) -> tuple[str, ...]:
+    """Return what a program may call a transport: staged(mpi) answers to mpi too."""
+    return (transport.removeprefix("staged(").removesuffix(")"),)
 
 
 def current_world() -> World:
@@ -215,10 +221,14 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     from .comm.mpi import MpiCommunicator
 
     place = _place(mpi, raw)
-    comm = MpiCommunicator(raw, activity)
+    comm: Communicator = MpiCommunicator(raw, activity, device_pointers=transport == "mpi_device")
     _start_ring(comm, activity, timeout, across_nodes=place[3] > 1)
     compare(comm, "init", {"device": chosen.kind, "transport": transport, "timeout": timeout})
-    world = _world(comm, chosen, timeout, activity, place, "mpi")
+    if chosen.kind == "cuda" and transport != "mpi_device":
+        from .comm.staged import StagedCommunicator
+
+        comm = StagedCommunicator(comm, chosen)
+    world = _world(comm, chosen, timeout, activity, place, comm.transport)
     world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
     _announce(world, why)
     return world

@@ -41,6 +41,7 @@ class MpiCommunicator(Communicator):
         activity: what the liveness ring watches.
         piece_bytes: largest message of one MPI call, in bytes.
         progress: ``"caller"`` (blocking calls in the calling thread) or ``"thread"``.
+        device_pointers: hand GPU arrays to MPI, on the user's word that it is CUDA-aware.
     """
 
     transport = "mpi"
@@ -52,6 +53,7 @@ class MpiCommunicator(Communicator):
         *,
         piece_bytes: int = PIECE_BYTES,
         progress: str = "caller",
+        device_pointers: bool = False,
     ) -> None:
         if progress not in ("caller", "thread"):
             raise ValueError(f'progress: expected "caller" or "thread", got {progress!r}')
@@ -66,6 +68,9 @@ class MpiCommunicator(Communicator):
         self._owners = {lane: threading.get_ident() for lane in LANES}
         self.piece_bytes = piece_bytes
         self.progress = progress
+        self.device_pointers = device_pointers
+        if device_pointers:
+            self.transport = "mpi_device"
         self._thread: ProgressThread | None = None
         if progress == "thread" and self.size > 1:
             if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -78,7 +83,11 @@ class MpiCommunicator(Communicator):
 
     def duplicate(self) -> MpiCommunicator:
         return MpiCommunicator(
-            self._lanes["urgent"], self.activity, piece_bytes=self.piece_bytes, progress=self.progress
+            self._lanes["urgent"],
+            self.activity,
+            piece_bytes=self.piece_bytes,
+            progress=self.progress,
+            device_pointers=self.device_pointers,
         )
 
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
@@ -115,6 +124,9 @@ class MpiCommunicator(Communicator):
                 "give each thread comm.duplicate(), made on every rank"
             )
         if array is not None and device_of(array) != CPU:
+            if self.device_pointers:
+                device_of(array).xp.cuda.get_current_stream().synchronize()  # MPI knows nothing of streams
+                return self._lanes[lane]
             raise CommunicationError(
                 f"array: expected host memory for transport mpi, got {device_of(array)}; "
                 "an MPI that is not CUDA-aware crashes on device pointers"
@@ -188,11 +200,12 @@ def _encode(piece: Any, op: str) -> Any:
     As integers with NaN above infinity the order is total.
     """
     name = piece.dtype.name
+    xp = device_of(piece).xp
     wide = piece.astype(np.float32) if name in _WIDENED else piece
     if op == "max" and wide.dtype.kind == "f":
         codes = wide.astype(np.float64).view(np.int64)
-        codes = np.where(codes < 0, codes ^ np.int64(0x7FFFFFFFFFFFFFFF), codes)
-        codes[np.isnan(wide)] = np.iinfo(np.int64).max
+        codes = xp.where(codes < 0, codes ^ np.int64(0x7FFFFFFFFFFFFFFF), codes)
+        codes[xp.isnan(wide)] = np.iinfo(np.int64).max
         return codes
     return wide
 
@@ -202,7 +215,7 @@ def _decode(wide: Any, piece: Any, op: str) -> None:
     if wide is piece:
         return
     if op == "max" and wide.dtype == np.int64 and piece.dtype.kind not in "iu":
-        codes = np.where(wide < 0, wide ^ np.int64(0x7FFFFFFFFFFFFFFF), wide)
+        codes = device_of(piece).xp.where(wide < 0, wide ^ np.int64(0x7FFFFFFFFFFFFFFF), wide)
         values = codes.view(np.float64).copy()
         values[wide == np.iinfo(np.int64).max] = np.nan
         piece[...] = values.astype(piece.dtype)

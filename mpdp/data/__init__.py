@@ -4,7 +4,7 @@ Everything that decides which rank reads which sample is arithmetic on a few num
 epoch, rank, size): no message carries data or an order. Read next: ``order``, ``datasets``, ``loader``.
 """
 
-from .datasets import ArrayDataset, TokenDataset, check_dataset, split_batch, stack, take
+from .datasets import ArrayDataset, TokenDataset, check_dataset, map_arrays, split_batch, stack, take
 from .loader import Loader, MicroBatch
 from .order import Order, Share, batches, micro_batches, share
 
@@ -17,6 +17,7 @@ __all__ = [
     "TokenDataset",
     "batches",
     "check_dataset",
+    "map_arrays",
     "micro_batches",
     "share",
     "split_batch",

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..device import Device, as_device, device_of
+from ..device import Device, as_device
 from .ahead import ReadAhead
 from .datasets import check_dataset, map_arrays, split_batch, take
 from .order import Order, Share, batches, micro_batches, whole
+from .upload import Slot, Upload
 
 _PLACES_AHEAD = 4096  # places put in order at once: a call of 100 places costs as much as one of 2000
 
@@ -39,6 +40,8 @@ class MicroBatch:
             come from none.
         epoch: epoch of the update.
         update: index of the update in the run.
+        slot: memory on a GPU that holds the arrays, or None. Call :meth:`acquire` before they are used and
+            :meth:`release` after the last use.
     """
 
     inputs: tuple[Any, ...] | None
@@ -50,6 +53,18 @@ class MicroBatch:
     indices: np.ndarray | None
     epoch: int
     update: int
+    slot: Slot | None = None
+
+    def acquire(self) -> None:
+        """Let what the calling thread submits to the device come after the arrays' copy. **Local.**"""
+        if self.slot is not None:
+            self.slot.acquire()
+
+    def release(self) -> None:
+        """Say that nothing submitted from now on reads the arrays. **Local.**"""
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
 
 
 class Loader:
@@ -68,7 +83,7 @@ class Loader:
         shuffle: a new order each epoch; False keeps the data set's.
         drop_last: leave out a short last batch.
         dtype: floating arrays are cast to it, others are left alone; None casts nothing.
-        device: where the arrays go.
+        device: where the arrays go: to a GPU asynchronously, one batch ahead, from pinned memory.
         prefetch: updates read ahead by a background thread; 0 reads in the caller's thread.
         say: called once with a line of text if data loses precision by the cast; the default logs it on
             rank 0.
@@ -113,6 +128,7 @@ class Loader:
         self.seed, self.shuffle = int(seed), bool(shuffle)
         self.dtype = None if dtype is None else np.dtype(dtype)
         self.device = as_device(device)
+        self._upload = None if self.device.kind == "cpu" else Upload(self.device)
         self.prefetch = whole("prefetch", prefetch, 0)
         self._starts = batches(self.length, self.global_batch_size, drop_last)
         if self.length and not self._starts:
@@ -196,13 +212,16 @@ class Loader:
                 self._empty = map_arrays(lambda array, _: array[:0].copy(), batch)
         elif self._empty is not None:
             batch = self._empty
+        slot = None
+        if self._upload is not None and batch is not None and len(indices):
+            batch, slot = self._upload.start(batch)
         inputs, kwargs, target = (None, {}, None) if batch is None else split_batch(batch)
         return MicroBatch(
-            inputs, kwargs, target, share.start, len(indices), share.total, indices, epoch, update
+            inputs, kwargs, target, share.start, len(indices), share.total, indices, epoch, update, slot
         )
 
     def _ready(self, array: Any, path: str) -> Any:
-        """Return an array in the loader's dtype (floating ones) and on its device."""
+        """Return an array in the loader's dtype (floating ones)."""
         if not hasattr(array, "dtype"):
             array = np.asarray(array)
         if self.dtype is not None and array.dtype.kind == "f" and array.dtype != self.dtype:
@@ -210,8 +229,6 @@ class Loader:
                 self._said = True
                 self._tell(f"{path}: cast from {array.dtype} to {self.dtype} on loading")
             array = array.astype(self.dtype)
-        if device_of(array) != self.device:
-            array = self.device.xp.asarray(array)
         return array
 
     def _tell(self, line: str) -> None:

@@ -239,17 +239,20 @@ class DataParallel:
 
     def _backward(self, loss: Any, count: float | None, final: bool, stop: bool) -> None:
         if not self.layout.trainable:
-            error = ValueError(
+            nothing = ValueError(
                 "model: expected at least one trainable parameter, got none; there is nothing to train"
             )
-            error.agreed = True  # type: ignore[attr-defined]
-            raise error
+            nothing.agreed = True  # type: ignore[attr-defined]
+            raise nothing
         tape: Tape | None = None
         seed = 0.0
         if loss is not None:
             total, factor, local_count = split_loss(loss, count if count is not None else self._forward_count)
             self._count += local_count
-            self._loss_sum += float(total.data) * factor
+            self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
+            error = self._kernels.pending_error()
+            if error is not None:
+                raise error
             if local_count:
                 tape = Tape(total)
                 seed = factor * 2.0**-self.exponent
@@ -357,7 +360,7 @@ class DataParallel:
         kernel = self._kernels
         try:
             if count > 0:
-                if not kernel.all_finite(gradient):
+                if not bool(kernel.all_finite(gradient)):
                     self._raise_non_finite_gradient()
                 scale = 2.0**self.exponent / count
                 if clip_norm is not None:

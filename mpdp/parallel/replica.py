@@ -114,6 +114,8 @@ class Replica:
         self.index = {entry.name: i for i, entry in enumerate(self.layout.trainable)}
         self._name_of: dict[Any, str] = {}
         self._known = set(self.parameters.values())
+        for buffer in self.buffers.values():
+            buffer.data = kernels.move(buffer.data, self.device)
         for name, parameter in self.parameters.items():
             gradient = self.arena[name] if parameter.requires_grad else None
             parameter.bind(self._weights[name], gradient, self.binding)
@@ -146,7 +148,7 @@ class Replica:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
         self.comm.broadcast(self.weights, root=root)
         for buffer in self.buffers.values():
-            flat = np.ascontiguousarray(buffer.data).reshape(-1)
+            flat = kernels.of(buffer.data).xp.ascontiguousarray(buffer.data).reshape(-1)
             self.comm.broadcast(flat.view(np.uint8), root=root)
             buffer.data[...] = flat.reshape(buffer.data.shape)
 

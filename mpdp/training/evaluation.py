@@ -68,6 +68,7 @@ def evaluate(
                     output = forward(part)
                     tally.add_loss(loss(output, part.target), part.count)
                     tally.add_metrics(output, part.target)
+                    part.release()
     return tally
 
 

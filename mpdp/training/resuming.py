@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import kernels
 from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
@@ -73,8 +74,7 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
 def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     """Return the state's arrays by name, each parameter once."""
     parallel, optimizer = trainer.parallel, trainer.optimizer
-    xp = trainer.world.device.xp
-    host = xp.asnumpy if xp is not np else np.asarray
+    host = kernels.for_device(trainer.world.device).to_numpy
     tensors = {f"weights/{name}": host(p.data) for name, p in parallel.parameters.items()}
     for slot, flat in optimizer.state.items():
         for entry in parallel.layout.trainable:
@@ -152,14 +152,14 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
     if tensors is not None:
-        xp = trainer.world.device.xp
+        there = kernels.for_device(trainer.world.device).from_host
         for name, parameter in parallel.parameters.items():
-            parameter.data[...] = xp.asarray(tensors[f"weights/{name}"])
+            parameter.data[...] = there(tensors[f"weights/{name}"])
         for slot, flat in optimizer.state.items():
             for entry in layout.trainable:
-                layout.view(flat, entry.name)[...] = xp.asarray(tensors[f"optimizer/{slot}/{entry.name}"])
+                layout.view(flat, entry.name)[...] = there(tensors[f"optimizer/{slot}/{entry.name}"])
         for name, buffer in parallel.buffers.items():
-            buffer.data[...] = xp.asarray(tensors[f"buffers/{name}"])
+            buffer.data[...] = there(tensors[f"buffers/{name}"])
     parallel.broadcast()
     for flat in optimizer.state.values():
         comm.broadcast(flat)

@@ -43,6 +43,7 @@ class EagerStep:
 
     def forward(self, part: MicroBatch) -> Any:
         """Return the model's output for a share that is not empty. **Local.**"""
+        part.acquire()
         return self.parallel.forward(part.inputs or (), part.kwargs, start=part.start, count=part.count)
 
     def loss(self, part: MicroBatch, tally: Tally | None = None, unchecked: Any = None) -> Any:
@@ -88,6 +89,7 @@ class EagerStep:
         for i, part in enumerate(parts):
             loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
             self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
+            part.release()
         return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
 
 

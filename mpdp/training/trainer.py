@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
-from ..data import Loader, MicroBatch, split_batch
+from ..data import Loader, MicroBatch, map_arrays, split_batch
 from ..nn import Module
 from ..optim import Optimizer, constant
 from ..parallel.data_parallel import DataParallel
@@ -168,6 +169,7 @@ class Trainer:
         )
         compare(comm, "trainer", self.describe())
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
+        self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
@@ -306,9 +308,14 @@ class Trainer:
         """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
         self.world.activity.step = self.step_count
         lr = self.lr
+        self._kernels.begin_step(self.step_count)
         self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
         self._last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
+
+    def _on_device(self, value: Any, path: str) -> Any:
+        array = value if hasattr(value, "dtype") else np.asarray(value)
+        return kernels.move(array, self.world.device)
 
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back."""
@@ -341,7 +348,7 @@ class Trainer:
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
-        inputs, kwargs, target = split_batch(batch)
+        inputs, kwargs, target = split_batch(map_arrays(self._on_device, batch))
         count = leading_length(inputs, kwargs)
         start = None
         if not (self._opened and self._nominal_fixed) or self.parallel.draws_samples:
@@ -398,6 +405,7 @@ class Trainer:
                 tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
         finally:
             self.model.train(was_training)
+        agree(comm, self._kernels.pending_error())
         return tally.reduced(comm)
 
     # -- the run's files
