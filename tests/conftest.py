@@ -34,6 +34,13 @@ def job() -> Callable[..., launching.Result]:
     return launching.launch
 
 
+@pytest.fixture
+def gpu() -> None:
+    """Skip the test where there is no GPU; ``MPDP_REQUIRE=cuda`` makes that a failure."""
+    on_device.use("cuda")
+    on_device.leave()
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Run the test on the CPU and on a GPU; ``MPDP_REQUIRE=cuda`` makes a missing GPU a failure."""

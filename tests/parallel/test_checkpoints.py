@@ -4,8 +4,21 @@ import pytest
 from launching import PROGRAMS
 
 
+def save_and_resume(job, folder, saved, resumed, saved_device="cpu", device="cpu"):
+    common = (folder, str(saved), saved_device)
+    job(PROGRAMS / "checkpoints.py", "save", *common, saved_device, n=saved, timeout=60).check()
+    job(PROGRAMS / "checkpoints.py", "resume", *common, device, n=resumed, timeout=120).check()
+
+
 @pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (4, 3), (3, 2), (4, 1), (1, 4)])
 def test_resume_after_every_update(job, tmp_path, saved, resumed):
     """Bit-equal at the same number of ranks; each sample once and equal to rounding at another (D2, D4, C4, D6)."""
-    job(PROGRAMS / "checkpoints.py", "save", tmp_path, str(saved), n=saved).check()
-    job(PROGRAMS / "checkpoints.py", "resume", tmp_path, str(saved), n=resumed, timeout=60).check()
+    save_and_resume(job, tmp_path, saved, resumed)
+
+
+@pytest.mark.parametrize(
+    ("saved", "saved_device", "resumed", "device"),
+    [(1, "cuda", 1, "cuda"), (2, "cuda", 2, "cuda"), (2, "cpu", 1, "cuda"), (1, "cuda", 2, "cpu")],
+)
+def test_checkpoints_move_between_devices(gpu, job, tmp_path, saved, saved_device, resumed, device):
+    save_and_resume(job, tmp_path, saved, resumed, saved_device, device)

@@ -7,7 +7,12 @@ import pytest
 import reference
 from launching import PROGRAMS
 
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+TOLERANCE = {
+    ("cpu", "float64"): 1e-12,
+    ("cpu", "float32"): 1e-5,
+    ("cuda", "float64"): 1e-10,
+    ("cuda", "float32"): 1e-4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +52,22 @@ def expected():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("dtype", "kind"), [("float64", "sgd"), ("float64", "adamw"), ("float32", "sgd")])
 def test_ranks_equal_a_plain_loop(job, expected, tmp_path, size, dtype, kind):
+    check(job, expected, tmp_path, size, dtype, kind, "cpu")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "kind"), [("float64", "sgd"), ("float64", "adamw"), ("float32", "sgd")])
+def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, size, dtype, kind):
+    """Several ranks share one GPU; gradients travel through host memory."""
+    check(job, expected, tmp_path, size, dtype, kind, "cuda")
+
+
+def check(job, expected, tmp_path, size, dtype, kind, device):
     params, losses, epochs, loss, correct = expected(dtype, kind)
-    job(PROGRAMS / "exactness.py", dtype, kind, tmp_path, n=size).check()
+    job(PROGRAMS / "exactness.py", dtype, kind, tmp_path, device, n=size, timeout=120).check()
     result = json.loads((tmp_path / f"n{size}.json").read_text())
     arrays = np.load(tmp_path / f"n{size}.npz")
-    tolerance = TOLERANCE[dtype]
+    tolerance = TOLERANCE[device, dtype]
     assert result["size"] == size
     assert len(result["losses"]) == len(losses)
     assert reference.relative(result["losses"], losses) <= tolerance

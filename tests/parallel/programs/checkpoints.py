@@ -1,4 +1,4 @@
-"""Save at every update, resume from each: argv = "save" | "resume", folder, size that saved.
+"""Save at every update, resume from each: argv = "save" | "resume", folder, size and device that saved, device.
 
 The uninterrupted run records what each update saw and its weights; a resumed run must repeat both.
 """
@@ -12,8 +12,13 @@ import numpy as np
 import mpdp
 from mpdp import data, nn, optim
 
-mode, folder, saved_size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-world = mpdp.init(timeout=20)
+mode, folder, saved_size, saved_device, device = (
+    sys.argv[1],
+    Path(sys.argv[2]),
+    int(sys.argv[3]),
+    *sys.argv[4:6],
+)
+world = mpdp.init(device=device, timeout=60)
 N, BATCH, EPOCHS = 10, 4, 3
 UPDATES = EPOCHS * -(-N // BATCH)
 random = np.random.default_rng(0)
@@ -75,7 +80,7 @@ def run(run_dir, path=None, resume=True):
         "losses": watch.losses,
         "history": history,
         "taken": taken.tolist(),
-        "params": [p.data.tobytes().hex() for p in model.parameters()],
+        "params": [p.numpy().tobytes().hex() for p in model.parameters()],
         "state": {k: v.tobytes().hex() for k, v in trainer.optimizer.state.items()},
         "updates": trainer.optimizer.updates.tolist(),
     }
@@ -93,7 +98,7 @@ if mode == "save":
         assert [row["step"] for row in log if row["kind"] == "step"] == list(range(1, UPDATES + 1))
 else:
     whole = json.loads((folder / "whole.json").read_text())
-    exact = world.size == saved_size
+    exact = world.size == saved_size and device == saved_device
     order = [data.Order(N, 5, epoch, True).indices(0, N) for epoch in range(EPOCHS)]
     for path in sorted((folder / "run" / "checkpoints").iterdir()):
         step = int(path.name.split("-")[1])

@@ -1,4 +1,4 @@
-"""Train the reference's network with mpdp and write what came out: argv = dtype, optimizer, folder."""
+"""Train the reference's network with mpdp and write what came out: argv = dtype, optimizer, folder, device."""
 
 import json
 import sys
@@ -8,10 +8,10 @@ import numpy as np
 import reference
 
 import mpdp
-from mpdp import data, nn, optim
+from mpdp import data, kernels, nn, optim
 
-dtype, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-world = mpdp.init(timeout=20)
+dtype, kind, folder, device = sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+world = mpdp.init(device=device, timeout=60)
 x, y = reference.digits(dtype)
 x, y = x[:301], y[:301]
 optimizer = {
@@ -41,9 +41,11 @@ trainer = mpdp.Trainer(
 )
 trainer.fit(data.ArrayDataset(x, y), updates=20, global_batch_size=53)
 test = trainer.evaluate(data.ArrayDataset(x[:101], y[:101]), metrics=[nn.accuracy], global_batch_size=13)
-correct = nn.accuracy(trainer.model.eval()(x[:101]), y[:101])
+correct = nn.accuracy(
+    trainer.model.eval()(kernels.move(x[:101], world.device)), kernels.move(y[:101], world.device)
+)
 if world.rank == 0:
-    np.savez(folder / f"n{world.size}.npz", *[p.data for p in trainer.model.parameters()])
+    np.savez(folder / f"n{world.size}.npz", *[p.numpy() for p in trainer.model.parameters()])
     (folder / f"n{world.size}.json").write_text(
         json.dumps(
             {
