@@ -47,7 +47,8 @@ def main():
         a, b = (statistics.median(kept) for kept in times.values())
         ratio = statistics.median(y / x for x, y in zip(*times.values()))
         print(
-            f"64 MiB, {world.size} ranks: staged {a * 1e3:.1f} ms, simple {b * 1e3:.1f} ms, median of ratios {ratio:.2f}",
+            f"64 MiB, {world.size} ranks: staged {a * 1e3:.1f} ms, simple {b * 1e3:.1f} ms, "
+            f"median of ratios {ratio:.2f}",
             flush=True,
         )
 

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,8 @@ def mpirun(n: int, *flags: str) -> tuple[list[str], dict[str, str]]:
             "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
             "OMPI_MCA_btl": "^ofi",
         }
+        if shutil.which("ssh") is None:
+            settings["OMPI_MCA_plm_rsh_agent"] = "sh"  # Open MPI 4 looks for ssh also where it needs none
     return [launcher, *flags, "-n", str(n)], settings
 
 

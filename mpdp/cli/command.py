@@ -80,6 +80,7 @@ def build(
     cores: int,
     root: bool,
     environ: Mapping[str, str],
+    remote_shell: bool = True,
 ) -> Command:
     """Return the line that starts ``program`` as n ranks.
 
@@ -94,6 +95,7 @@ def build(
         cores: cores of a host that the job may use.
         root: whether the user is root.
         environ: the environment that the line will run in.
+        remote_shell: whether ssh or rsh is installed.
     """
     local_ranks = -(-n // max(1, len(hosts)))
     settings: dict[str, str] = {}
@@ -105,6 +107,8 @@ def build(
             settings["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
         else:
             settings["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+            if not remote_shell and not hosts:
+                settings["OMPI_MCA_plm_rsh_agent"] = "sh"  # it looks for ssh also where it needs none
         settings["OMPI_MCA_btl"] = "^ofi"  # its start sleeps for one second
         words += [
             "--bind-to",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,4 +113,5 @@ def _command(options: argparse.Namespace) -> Command:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         environ=os.environ,
+        remote_shell=bool(shutil.which("ssh") or shutil.which("rsh")),
     )

@@ -16,7 +16,7 @@ BLAS = (
 ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 
 
-def line(library, n=4, hosts=(), cores=8, root=False, environ=None):
+def line(library, n=4, hosts=(), cores=8, root=False, environ=None, remote_shell=True):
     return str(
         build(
             library,
@@ -27,6 +27,7 @@ def line(library, n=4, hosts=(), cores=8, root=False, environ=None):
             cores=cores,
             root=root,
             environ=environ or {},
+            remote_shell=remote_shell,
         )
     )
 
@@ -126,3 +127,10 @@ def test_gpus_as_nvidia_smi_lists_them(tmp_path, monkeypatch):
 
 def _no_folder(path):
     raise FileNotFoundError(path)
+
+
+def test_open_mpi_4_without_a_remote_shell_is_told_so():
+    assert "OMPI_MCA_plm_rsh_agent=sh " in line(OPEN_4, remote_shell=False)
+    for text in (line(OPEN_4), line(OPEN_5, remote_shell=False), line(MPICH, remote_shell=False)):
+        assert "plm_rsh_agent" not in text
+    assert "plm_rsh_agent" not in line(OPEN_4, hosts=(Host("a", 2), Host("b", 2)), remote_shell=False)
