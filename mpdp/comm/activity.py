@@ -62,5 +62,5 @@ class Activity:
 def secondary(message: str) -> RankFailedError:
     """Return an error that only repeats what another rank, or an earlier line, has reported. **Local.**"""
     error = RankFailedError(message)
-    error.secondary = True  # type: ignore[attr-defined]
+    error.secondary = True
     return error

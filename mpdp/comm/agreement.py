@@ -45,9 +45,7 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
     where = (
         "on every rank" if len(ranks) == comm.size else f"on rank {', '.join(map(str, ranks))} of {comm.size}"
     )
-    raised = _rebuild(name, f"{message} ({where})")
-    raised.agreed = True  # type: ignore[attr-defined]
-    raise raised from error
+    raise errors.on_all_ranks(_rebuild(name, f"{message} ({where})")) from error
 
 
 def together(comm: Communicator, call: Callable[[], T]) -> T:
@@ -94,9 +92,7 @@ def compare(comm: Communicator, what: str, fields: Mapping[str, object]) -> None
     if extremes[0] == ~extremes[1]:
         return
     tables = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(table).encode())]
-    error = errors.DisagreementError(_first_difference(what, tables))
-    error.agreed = True
-    raise error
+    raise errors.on_all_ranks(errors.DisagreementError(_first_difference(what, tables)))
 
 
 def _first_difference(what: str, tables: list[list[list[str]]]) -> str:

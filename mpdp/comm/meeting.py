@@ -54,8 +54,7 @@ def meet(
 
     Raises:
         RankFailedError: a rank of the node left or ended before it came here. On all ranks but one the error
-        is
-            ``secondary``.
+            is ``secondary``.
         StallError: one has not come within ``timeout``.
     """
     meeting = _open(announcement, launcher)

@@ -18,7 +18,7 @@ import numpy as np
 from .. import kernels
 from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
 from ..comm.agreement import compare
-from ..errors import DisagreementError, MpdpError, NonFiniteError
+from ..errors import DisagreementError, NonFiniteError, on_all_ranks
 from ..nn import Module
 from ..optim import Optimizer
 from ..world import World, init
@@ -239,11 +239,11 @@ class DataParallel:
 
     def _backward(self, loss: Any, count: float | None, final: bool, stop: bool) -> None:
         if not self.layout.trainable:
-            nothing = ValueError(
-                "model: expected at least one trainable parameter, got none; there is nothing to train"
+            raise on_all_ranks(
+                ValueError(
+                    "model: expected at least one trainable parameter, got none; there is nothing to train"
+                )
             )
-            nothing.agreed = True  # type: ignore[attr-defined]
-            raise nothing
         tape: Tape | None = None
         seed = 0.0
         if loss is not None:
@@ -290,7 +290,7 @@ class DataParallel:
             changed=self._replica.binding.dirty,
         )
         if agreed.changed:
-            raise _on_all_ranks(
+            raise on_all_ranks(
                 DisagreementError(
                     "requires_grad: expected flags to stay as they were when the model was wrapped, got a changed "
                     "one; use freeze() and thaw() on every rank"
@@ -403,7 +403,7 @@ class DataParallel:
         mine[self.comm.rank] = not math.isfinite(self._loss_sum)
         self.comm.all_reduce(mine, op="max", lane="urgent")
         ranks = ", ".join(str(rank) for rank in np.flatnonzero(mine)) or "no single one"
-        raise _on_all_ranks(
+        raise on_all_ranks(
             NonFiniteError(
                 f"loss: expected a finite sum at step {self.step_count}, got {loss_sum} (from rank {ranks}); "
                 "look at the learning rate and at that rank's samples"
@@ -420,15 +420,9 @@ class DataParallel:
             ),
             "(padding)",
         )
-        raise _on_all_ranks(
+        raise on_all_ranks(
             NonFiniteError(
                 f"gradient: expected finite values at step {self.step_count}, got NaN or infinity first in {name}; "
                 "nothing was updated; look at the learning rate and the data"
             )
         )
-
-
-def _on_all_ranks(error: MpdpError) -> MpdpError:
-    """Mark an error that every rank raises by itself from what all know."""
-    error.agreed = True
-    return error

@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 
 from ..comm.base import Communicator
-from ..errors import DisagreementError
+from ..errors import DisagreementError, on_all_ranks
 
 _SUMS = 4
 _EQUAL = ("kind", "step", "layout")
@@ -129,12 +129,12 @@ def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | N
         for (k, s, _), ranks in places.items()
     )
     first = _CALLS[Kind(min(places)[0])] if len({k for k, _, _ in places}) == 1 else _odd_one_out(places)
-    error = DisagreementError(
-        f"{first}: expected every rank to call it at the same step, got {listed}; "
-        "call it on all ranks, in the same order"
+    raise on_all_ranks(
+        DisagreementError(
+            f"{first}: expected every rank to call it at the same step, got {listed}; "
+            "call it on all ranks, in the same order"
+        )
     )
-    error.agreed = True
-    raise error
 
 
 def _odd_one_out(places: dict[tuple[int, int, int | None], list[int]]) -> str:

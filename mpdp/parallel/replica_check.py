@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import kernels
 from ..comm.base import Communicator
-from ..errors import DivergenceError
+from ..errors import DivergenceError, on_all_ranks
 from .layout import Layout
 
 
@@ -49,9 +49,7 @@ def check_replicas(
                 table[f"{kind} of {entry.name}"] = _checksum(flat[entry.start : entry.stop])
     table.update({name: _checksum(a) for name, a in arrays.items()})
     tables = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(table).encode())]
-    error = DivergenceError(_describe(tables, step))
-    error.agreed = True
-    raise error
+    raise on_all_ranks(DivergenceError(_describe(tables, step)))
 
 
 def _checksum(array: Any) -> int:
