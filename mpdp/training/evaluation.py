@@ -6,7 +6,8 @@ of batches; no collective happens until all have seen theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ..autodiff import Tensor, no_grad
 from ..comm.base import Communicator
 from ..data import MicroBatch, check_dataset
+from ..nn import Module
 from ..parallel.forms import split_loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]
@@ -70,6 +72,18 @@ def evaluate(
                     tally.add_metrics(output, part.target)
                     part.release()
     return tally
+
+
+@contextmanager
+def evaluation_mode(model: Module) -> Iterator[None]:
+    """Run a block with the model in evaluation mode; every module then gets its own mode back. **Local.**"""
+    modes = [(module, module.training) for _, module in model.named_modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def metric_name(metric: Metric) -> str:

@@ -27,7 +27,7 @@ from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, resuming
 from .callbacks import Callback
-from .evaluation import Metric, check_evaluation, evaluate
+from .evaluation import Metric, check_evaluation, evaluate, evaluation_mode, metric_name
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
@@ -386,11 +386,18 @@ class Trainer:
         exchange(comm, Kind.EVALUATE, self.step_count)
         together(comm, lambda: check_evaluation(dataset, metrics))
         size = global_batch_size if global_batch_size is not None else _EVALUATION_BATCH
-        compare(comm, "evaluate", {"length of the data set": len(dataset), "global_batch_size": size})
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            loader = Loader(
+        compare(
+            comm,
+            "evaluate",
+            {
+                "length of the data set": len(dataset),
+                "global_batch_size": size,
+                "metrics": [metric_name(metric) for metric in metrics],
+            },
+        )
+        loader = together(
+            comm,
+            lambda: Loader(
                 dataset,
                 size,
                 rank=self.world.rank,
@@ -400,11 +407,10 @@ class Trainer:
                 device=self.world.device,
                 say=lambda line: None,
                 purpose="batch of an evaluation",
-            )
-            with loader.updates(stop=len(loader)) as stream:
-                tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
-        finally:
-            self.model.train(was_training)
+            ),
+        )
+        with evaluation_mode(self.model), loader.updates(stop=len(loader)) as stream:
+            tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
         agree(comm, self._kernels.pending_error())
         return tally.reduced(comm)
 

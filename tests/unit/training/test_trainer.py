@@ -331,6 +331,14 @@ def test_a_float32_model_is_widened_on_request():
     t.fit(dataset(), epochs=1, global_batch_size=4)
 
 
+def test_evaluation_gives_every_module_its_own_mode_back():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    model[1].eval()
+    t = trainer(model=model)
+    t.evaluate(dataset())
+    assert [module.training for _, module in model.named_modules()] == [True, True, False, True]
+
+
 def test_step_without_a_dataset_equals_fit_in_order():
     a, b = trainer(), trainer()
     items = dataset()
