@@ -94,7 +94,7 @@ class DataParallel:
         self.last_count = self.last_loss_sum = 0.0
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
-        compare(self.comm, "model", {"dropout seed": seed})
+        compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
         self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
         self.draws_samples = any(module.draws_samples for _, module in model.named_modules())
         self._kernels = kernels.for_device(self.world.device)
@@ -147,6 +147,7 @@ class DataParallel:
 
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
+        exchange(self.comm, Kind.BROADCAST, self.step_count)
         self._replica.broadcast(root=root)
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:

@@ -37,6 +37,8 @@ class Kind(IntEnum):
     CHECK_REPLICAS = 8
     FREEZE = 9
     CONSTRUCT = 10
+    NEW_RUN_DIR = 11
+    BROADCAST = 12
 
 
 _CALLS = {
@@ -50,6 +52,8 @@ _CALLS = {
     Kind.CHECK_REPLICAS: "check_replicas()",
     Kind.FREEZE: "freeze() or thaw()",
     Kind.CONSTRUCT: "the constructor of a Trainer, DataParallel or Reducer",
+    Kind.NEW_RUN_DIR: "new_run_dir()",
+    Kind.BROADCAST: "broadcast()",
 }
 
 

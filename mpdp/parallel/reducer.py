@@ -7,13 +7,15 @@ messages match without negotiation. Two ways in: :meth:`Reducer.ready` for gradi
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..comm.agreement import compare
+from ..comm.agreement import agree, compare, together
 from ..comm.base import Communicator, Request
+from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
 from .record import Kind, exchange
@@ -55,7 +57,10 @@ class Reducer:
         self.arena = arena
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
-        self.chunks = chunk_table(layout.trainable_size, arena.dtype.itemsize, chunk_bytes)
+        exchange(self.comm, Kind.CONSTRUCT, 0)
+        self.chunks = together(
+            self.comm, lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, chunk_bytes)
+        )
         self._starts = [start for start, _ in self.chunks]
         self._views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
@@ -63,7 +68,6 @@ class Reducer:
         for first, last in self._span.values():
             for chunk in range(first, last):
                 self._members[chunk] += 1
-        exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(
             self.comm,
             "gradient arena",
@@ -150,6 +154,7 @@ class Reducer:
 
     def wait(self) -> None:
         """Start what is left, wait for every chunk and make ready for the next step. **Collective.**"""
+        self.open()  # parameters without elements make no chunk
         self.flush(len(self.chunks))
         for request in self._requests:
             request.wait()
@@ -182,23 +187,39 @@ class Reducer:
 
         Raises:
             DisagreementError: on all ranks, when a rank skipped a step or is in another call.
-            ValueError: a negative count, or a global count of zero.
+            ValueError: on all ranks: a negative count on one, or a global count of zero.
         """
-        if count is not None and not count >= 0:
-            raise ValueError(f"count: expected a number of samples of 0 or more, got {count}")
+        bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
         self.wait()
         agreed = exchange(
-            self.comm, Kind.FINISH, step, sums=(count or 0.0, count is None), layout=self.arena.layout.digest
+            self.comm,
+            Kind.FINISH,
+            step,
+            sums=(0.0 if bad else count or 0.0, count is None, bad),
+            layout=self.arena.layout.digest,
         )
-        total, without = agreed.sums
+        total, without, wrong = agreed.sums
+        if wrong:
+            agree(self.comm, _bad_count(count) if bad else None)
         if without not in (0, self.comm.size):
-            raise ValueError(
-                f"count: expected one on every rank or on none, got none on {without:.0f} of {self.comm.size}"
+            raise on_all_ranks(
+                ValueError(
+                    f"count: expected one on every rank or on none, got none on {without:.0f} of {self.comm.size}; "
+                    "pass count= everywhere, also where it is 0"
+                )
             )
         if count is None:
             return None
         if total == 0:
-            raise ValueError("count: expected a global count above 0, got 0; no rank had a sample")
+            raise on_all_ranks(
+                ValueError("count: expected a global count above 0, got 0; no rank had a sample")
+            )
         self.arena.array *= self.arena.dtype.type(1.0 / total)
         return total
+
+
+def _bad_count(count: float | None) -> ValueError:
+    return ValueError(
+        f"count: expected a number of samples of 0 or more, got {count}; pass what the gradients are sums over"
+    )

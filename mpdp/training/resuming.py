@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 def save(trainer: Trainer) -> Path:
     """Write a checkpoint and return its directory. **Collective.**"""
     comm = trainer.world.axis("data")
-    exchange(comm, Kind.SAVE, trainer.step_count)
     root = trainer.folder.checkpoints
 
     def write() -> Path:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..parallel.record import Kind, exchange
 from ..world import World, init
 from . import checkpoint
 
@@ -143,6 +144,7 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
     """
     world = world if world is not None else init()
     comm = world.axis("data")
+    exchange(comm, Kind.NEW_RUN_DIR, 0)
 
     def make() -> str:
         stamp = time.strftime(f"{name}-%Y%m%d-%H%M%S")

@@ -167,7 +167,8 @@ class Trainer:
         self.parallel = DataParallel(
             model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=seed
         )
-        compare(comm, "trainer", self.describe())
+        given = {"run_dir": "none" if run_dir is None else "a folder"}
+        compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, clip_norm)
@@ -428,6 +429,7 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()
         path = resuming.save(self)
         self.position.saved_step = self.step_count

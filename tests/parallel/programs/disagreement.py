@@ -98,6 +98,44 @@ def save_alone():
             t.step((x, y))
 
 
+def save_alone_before_any_step():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        t = trainer(run_dir=folder)
+        if rank == 0:
+            t.save()
+        t.step((x, y))
+
+
+def new_run_dir_alone():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        if rank == 0:
+            mpdp.new_run_dir("x", base=folder)
+        trainer()
+
+
+def broadcast_alone():
+    t = trainer()
+    if rank == 0:
+        t.parallel.broadcast()
+    t.step((x, y))
+
+
+def run_dir_on_one_rank():
+    trainer(run_dir="x" if odd else None)
+
+
+def evaluation_metrics():
+    trainer().evaluate(dataset, metrics=[nn.accuracy] if odd else [])
+
+
+def nominal_count():
+    mpdp.DataParallel(build(), nominal_count=16 if odd else 2)
+
+
 def evaluate_alone():
     t = trainer()
     t.step((x, y))
@@ -155,6 +193,13 @@ EXPECTED = {
     "batch": "fit: expected the same global_batch_size on all ranks, got 4 on rank 0",
     "epochs": "fit: expected the same epochs on all ranks, got 1 on rank 0",
     "save_alone": "save(): expected every rank to call it at the same step, got rank 0 in save() at step 1",
+    "save_alone_before_any_step": "save(): expected every rank to call it at the same step, got rank 0 in "
+    "save() at step 0",
+    "new_run_dir_alone": "expected every rank to call it at the same step, got rank 0 in new_run_dir() at step 0",
+    "broadcast_alone": "broadcast(): expected every rank to call it at the same step, got rank 0 in broadcast()",
+    "run_dir_on_one_rank": "trainer: expected the same run_dir on all ranks, got none on rank 0",
+    "evaluation_metrics": "evaluate: expected the same metrics on all ranks, got [] on rank 0",
+    "nominal_count": "model: expected the same nominal_count on all ranks, got 2 on rank 0",
     "evaluate_alone": "evaluate(): expected every rank to call it at the same step, got rank 0 in evaluate() at step 1",
     "fit_alone": "expected every rank to call it at the same step, got rank 0",
     "second_trainer_alone": "expected every rank to call it at the same step, got rank 0 in the constructor of a",

@@ -359,6 +359,39 @@ def sums_and_means():
         close(result, results[0])
 
 
+@case
+def a_number_that_the_last_rank_gets_wrong():
+    """Each is an error on all ranks, and training goes on."""
+    raises(
+        lambda: trainer(nn.Linear(4, 3, dtype="float64"), chunk_bytes=-1),
+        ValueError,
+        "chunk_bytes: expected a positive number of bytes, got -1",
+    )
+    t = trainer(nn.Linear(4, 3, dtype="float64"))
+    raises(
+        lambda: t.evaluate(data.ArrayDataset(*samples()), global_batch_size=0),
+        ValueError,
+        "global_batch_size: expected 1 or more, got 0",
+    )
+    arena = mpdp.GradientArena({"w": (3,)})
+    reducer = mpdp.Reducer(arena)
+    raises(
+        lambda: reducer.finish(count=-1 if last else 1),
+        ValueError,
+        "count: expected a number of samples of 0 or more, got -1",
+        f"on rank {size - 1}" if size > 1 else "",
+    )
+    raises(lambda: reducer.finish(count=0), ValueError, "count: expected a global count above 0, got 0")
+    if size > 1:
+        raises(
+            lambda: reducer.finish(count=None if last else 1),
+            ValueError,
+            f"count: expected one on every rank or on none, got none on 1 of {size}",
+        )
+    arena["w"][...] = 1.0
+    assert reducer.finish(count=1) == size and float(arena["w"][0]) == 1.0
+
+
 only = sys.argv[1:]
 passed, digest = [], None
 for function in CASES:

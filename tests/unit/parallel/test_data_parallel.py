@@ -60,6 +60,20 @@ def test_the_power_of_two_changes_no_bits():
     assert len(set(results)) == 1
 
 
+def test_parameters_without_elements_make_an_update_too():
+    class Empty(nn.Module):
+        def __init__(self):
+            self.weight = nn.Parameter(np.zeros((0,), "float32"))
+
+        def forward(self, x):
+            return x.sum() + self.weight.sum()
+
+    parallel = mpdp.DataParallel(Empty())
+    parallel.backward(parallel(autodiff.Tensor(X)))
+    assert parallel.step(optim.SGD(lr=0.1)) == pytest.approx(X.sum(), rel=1e-6)
+    assert parallel.step_count == 1
+
+
 def test_forms_of_losses():
     parallel = wrapped()
     output = parallel(X)

@@ -114,7 +114,7 @@ def test_wrong_announcements_are_errors():
         frozen.ready("b")
 
 
-@pytest.mark.parametrize("count", [-1, float("nan")])
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
 def test_a_bad_count_is_an_error(count):
     _, _, reducer = make()
     with pytest.raises(ValueError, match=r"count: expected a number of samples of 0 or more, got"):
