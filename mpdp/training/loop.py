@@ -92,7 +92,7 @@ class FitLoop:
         trainer.position.add(parallel.last_loss_sum, parallel.last_count, metrics.tolist())
 
     def _close_epoch(self) -> None:
-        """Validate, add the epoch's row to the history, and call back."""
+        """Validate, add the epoch's row to the history, and call back. **Collective.**"""
         trainer, plan, position = self.trainer, self.plan, self.trainer.position
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
@@ -115,3 +115,4 @@ class FitLoop:
         self.progress.epoch(row)
         for callback in trainer.callbacks:
             callback.on_epoch(trainer)
+        trainer.agree_to_stop()

@@ -319,20 +319,23 @@ class Trainer:
         return kernels.move(array, self.world.device)
 
     def after_step(self) -> None:
-        """Log, check and save what is due after an update, and call back."""
+        """Log, check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
         self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
+        for callback in self.callbacks:
+            callback.on_step(self)
+        if self.save_every is not None and step % self.save_every == 0:
+            self.save()
+        self.agree_to_stop()
+
+    def agree_to_stop(self) -> None:
+        """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
         if self.callbacks:
-            for callback in self.callbacks:
-                callback.on_step(self)
-            # What a callback asks for on one rank happens on all after this very step.
             asked = np.array([self._stop_asked], dtype=np.int64)
             self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
             self._stop_agreed = self._stop_agreed or bool(asked[0])
-        if self.save_every is not None and step % self.save_every == 0:
-            self.save()
 
     @_ends_the_job
     def step(self, batch: Any) -> float:

@@ -1,6 +1,7 @@
 """Odd but legal training situations, each against a plain NumPy formula on the whole batch. Runs at any n."""
 
 import sys
+import tempfile
 
 import numpy as np
 
@@ -76,6 +77,32 @@ def unequal_shares_weigh_by_samples():
         close(model.weight.data, w - 0.5 * gw / 7)
         close(model.bias.data, b - 0.5 * gb / 7)
         trainer.check_replicas()
+
+
+@case
+def a_callback_of_one_rank_stops_all_at_the_same_point():
+    """Wherever it asks, the run stops where one rank would have stopped."""
+    x, y = linear_data(12)
+    for method, steps in (("on_step", 2), ("on_validation", 3), ("on_epoch", 3), ("on_checkpoint", 2)):
+
+        def ask(self, trainer, *_):
+            if trainer.step_count >= 2 and rank == size - 1:
+                trainer.should_stop = True
+
+        callback = type("Stop", (mpdp.Callback,), {method: ask})()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = mpdp.Trainer(
+                model_of(),
+                nn.cross_entropy,
+                optim.SGD(lr=0.1),
+                precision="float64",
+                callbacks=[callback],
+                run_dir=folder,
+                save_every=2,
+            )
+            dataset = data.ArrayDataset(x, y)
+            trainer.fit(dataset, epochs=4, global_batch_size=4, validation=dataset)
+        assert (trainer.step_count, trainer.should_stop) == (steps, True), (method, trainer.step_count)
 
 
 @case
