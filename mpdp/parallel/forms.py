@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..autodiff import Tensor
@@ -12,16 +13,16 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
 
     Raises:
         TypeError: a loss of no known form.
-        ValueError: a tensor that is not a scalar, or a plain scalar without a count.
+        ValueError: a tensor that is not a scalar, a plain scalar without a count, or a count below 0.
     """
     if isinstance(loss, tuple) and len(loss) == 2:
         total, count = loss
         if isinstance(total, Tensor) and total.size == 1:
-            return total, 1.0, float(count.data if isinstance(count, Tensor) else count)
+            return total, 1.0, _checked(float(count.data if isinstance(count, Tensor) else count))
     elif isinstance(loss, Tensor):
         count = getattr(loss, "count", None)
         if count is not None and isinstance(loss.sum, Tensor):
-            return loss.sum, 1.0, float(count)
+            return loss.sum, 1.0, _checked(float(count))
         if loss.size != 1:
             raise ValueError(
                 f"loss: expected a scalar, got shape {tuple(loss.shape)}; take the mean over the leading dimension, "
@@ -32,7 +33,8 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
                 "loss: expected a count beside a plain scalar, got none; call the model through this object "
                 "or pass count="
             )
-        return loss, float(samples_seen), float(samples_seen)
+        count = _checked(float(samples_seen))
+        return loss, count, count
     raise TypeError(
         "loss: expected a scalar Tensor, a loss of mpdp.nn or a pair (sum, count) with a Tensor sum, "
         f"got {type(loss).__name__}"
@@ -46,3 +48,12 @@ def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if shape:
             return int(shape[0])
     raise ValueError("inputs: expected an array with a leading sample dimension, got none")
+
+
+def _checked(count: float) -> float:
+    """Return a count of samples or tokens; below 0 or NaN, it would keep an update from the weights unseen."""
+    if not 0.0 <= count < math.inf:
+        raise ValueError(
+            f"count: expected a finite number of 0 or more, got {count}; return how many things the sum is over"
+        )
+    return count

@@ -88,6 +88,9 @@ def test_forms_of_losses():
     for bad in (1.0, None, (1.0, 2), "x"):
         with pytest.raises(TypeError, match=r"loss: expected a scalar Tensor, a loss of mpdp.nn or a pair"):
             split_loss(bad, 6)
+    for count in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"count: expected a finite number of 0 or more, got"):
+            split_loss((loss.sum, count), None)
     assert leading_length((X,), {}) == leading_length((), {"x": X}) == 6
     with pytest.raises(
         ValueError, match=r"inputs: expected an array with a leading sample dimension, got none"
