@@ -18,7 +18,8 @@ class Binding(Protocol):
     Attributes:
         update: number of the update in progress; a gradient contribution is the first of its update, and so
             assigns, when the parameter's last one was written under another number.
-        dirty: set when ``requires_grad`` of a parameter changes; the owner of the arena looks at it.
+        dirty: set when ``requires_grad`` of a parameter changes, or another binding takes it over; the owner of
+            the arena looks at it.
     """
 
     update: int
@@ -61,6 +62,8 @@ class Parameter(Tensor):
                 )
         if grad_view is not None:
             same_device("bind", data_view, grad_view)
+        if self._binding is not None:
+            self._binding.dirty = True
         data_view[...] = kernels.move(self._data, device_of(data_view))
         self._data = data_view
         self._grad = grad_view

@@ -233,10 +233,17 @@ class DataParallel:
         try:
             self._backward(loss, count, final, stop)
         except BaseException:
-            self._replica.binding.update += 1
-            self._replica.reducer.abandon()
-            self._reset()
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """Forget the micro-batches of an update that was broken off. **Local**, and on every rank.
+
+        ``backward`` does so itself when it raises; call it where the forward pass of a later micro-batch did.
+        """
+        self._replica.binding.update += 1
+        self._replica.reducer.abandon()
+        self._reset()
 
     def _backward(self, loss: Any, count: float | None, final: bool, stop: bool) -> None:
         if not self.layout.trainable:
@@ -293,8 +300,9 @@ class DataParallel:
         if agreed.changed:
             raise on_all_ranks(
                 DisagreementError(
-                    "requires_grad: expected flags to stay as they were when the model was wrapped, got a changed "
-                    "one; use freeze() and thaw() on every rank"
+                    "model: expected its parameters as they were when it was wrapped, got a changed requires_grad or "
+                    "parameters that were wrapped again since; use freeze() and thaw() on every rank, "
+                    "and one trainer for each model"
                 )
             )
         count, loss_sum = agreed.sums

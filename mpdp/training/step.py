@@ -86,10 +86,14 @@ class EagerStep:
             tally: takes the metrics.
             first_loss: the loss of ``parts[0]``, where it was computed already.
         """
-        for i, part in enumerate(parts):
-            loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
-            self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
-            part.release()
+        try:
+            for i, part in enumerate(parts):
+                loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
+                self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
+                part.release()
+        except BaseException:
+            self.parallel.abandon()
+            raise
         return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
 
 

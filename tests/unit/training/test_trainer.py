@@ -411,6 +411,32 @@ def test_a_layer_replaced_after_wrapping_is_an_error():
         t.step(batch)
 
 
+def test_a_model_that_was_wrapped_again_is_an_error_for_the_first_trainer():
+    batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
+    first = trainer()
+    first.step(batch)
+    second = trainer(model=first.model)
+    assert second.step(batch) > second.step(batch)
+    with pytest.raises(
+        mpdp.errors.DisagreementError,
+        match=r"model: expected its parameters as they were when it was wrapped",
+    ):
+        first.step(batch)
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_of_its_update():
+    x, y = dataset().arrays
+    weights = []
+    for labels in (y, np.append(y[:-1], 9)):
+        t = trainer(accumulate=2)
+        if labels is not y:
+            with pytest.raises(ValueError, match=r"target: expected class indices"):
+                t.step((x, labels))
+        t.step((x, y))
+        weights.append(t.model.weight.data.copy())
+    assert np.array_equal(*weights)
+
+
 def test_an_optimizer_with_other_slots_does_not_fit(tmp_path):
     t = trainer(run_dir=tmp_path)
     t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
