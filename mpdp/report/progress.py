@@ -33,7 +33,7 @@ class Progress:
         self._samples = 0
         self._start = time.monotonic()
         self._last = 0.0
-        self._done = done
+        self._begin = self._done = done
         if shown and _is_terminal():
             from tqdm import tqdm
 
@@ -68,8 +68,9 @@ class Progress:
         rate = self._samples / max(elapsed, 1e-9)
         numbers = " ".join(f"{k} {v:.4f}" for k, v in row.items() if isinstance(v, float))
         left = ""
-        if self._total and self._done:
-            left = f" {max(0.0, elapsed / max(1, self._done) * (self._total - self._done)):.0f} s left"
+        if self._total and self._done > self._begin:
+            one = elapsed / (self._done - self._begin)  # of this call: a resumed run did the others elsewhere
+            left = f" {one * max(0, self._total - self._done):.0f} s left"
         self._write(f"[0/{self._size}] epoch {row['epoch']} {numbers} {rate:,.0f} samples/s{left}")
 
     def say(self, text: str) -> None:

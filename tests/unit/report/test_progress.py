@@ -47,6 +47,18 @@ def test_one_line_an_epoch_where_there_is_no_terminal(monkeypatch):
     assert lines[1] == "[0/2] a line"
 
 
+def test_time_left_counts_the_updates_of_this_call(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    now = iter([0.0, 10.0])
+    monkeypatch.setattr("mpdp.report.progress.time.monotonic", lambda: next(now))
+    progress = Progress(True, 1000, 900, 1)
+    for _ in range(10):
+        progress.step(1.0, 8)
+    progress.epoch({"epoch": 1, "loss": 1.0})
+    assert stream.getvalue().strip().endswith("90 s left")
+
+
 def test_a_bar_on_a_terminal(monkeypatch):
     stream = Stream(terminal=True)
     monkeypatch.setattr(sys, "stderr", stream)
