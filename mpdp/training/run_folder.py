@@ -7,6 +7,7 @@ back to the checkpoint, so every step stands in it once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import platform
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class RunFolder:
         self.writes = writes and self.path is not None
         self._log: Path | None = None
         self._pending: list[str] = []
+        self._at_exit: weakref.finalize | None = None
         self._flushed = 0.0
         self._stepped = time.monotonic()
         self.rows = 0
@@ -95,6 +98,9 @@ class RunFolder:
         os.replace(temporary, log)
         self.rows = len(kept)
         self._log = log
+        self._pending.clear()
+        if self._at_exit is None:  # a program with a loop of its own has no end of training that would flush
+            self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, os.getpid())
 
     def row(self, **fields: Any) -> None:
         """Append one row to the log; it reaches the file within about a second."""
@@ -132,6 +138,13 @@ class RunFolder:
             os.truncate(self._log, size)
             raise
         self._pending.clear()
+
+
+def _write_rest(log: Path, pending: list[str], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child's copy
+    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
+        file.writelines(pending)
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:

@@ -51,6 +51,8 @@ def _ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
             if self._depth == 0:
                 if not getattr(error, "agreed", False):
                     self.world.fail(error)
+                with contextlib.suppress(OSError):  # a full disk must not hide the error that all ranks raise
+                    self.folder.flush()
                 for callback in self.callbacks:
                     callback.on_exception(self, error)
             raise
@@ -296,10 +298,6 @@ class Trainer:
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
             self.folder.flush()
-        except BaseException:
-            with contextlib.suppress(OSError):  # a full disk must not hide the error that all ranks raise
-                self.folder.flush()
-            raise
         finally:
             self._depth -= 1
             progress.close()
@@ -461,6 +459,7 @@ class Trainer:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(self, None if path is None else Path(path))
         self._resumed = self.position.log_rows if found else 0
+        self._opened = self._opened and not found  # a log that is open already is cut back too
         self._nominal_fixed = found
         return found
 

@@ -1,6 +1,7 @@
 """The trainer on one rank: arguments, files, history, callbacks, stopping, resuming."""
 
 import functools
+import gc
 import json
 
 import numpy as np
@@ -182,6 +183,26 @@ def test_a_resumed_log_holds_every_step_once(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 10))
     assert [r["epoch"] for r in rows if r["kind"] == "epoch"] == [1, 2, 3]
+
+
+def test_a_run_that_goes_back_cuts_its_own_log_too(tmp_path):
+    t = trainer(run_dir=tmp_path)
+    t.fit(dataset(), updates=3, global_batch_size=5)
+    saved = t.save()
+    t.fit(dataset(), updates=5, global_batch_size=5)
+    assert t.resume(saved) and t.step_count == 3
+    t.fit(dataset(), updates=6, global_batch_size=5)
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if r["kind"] == "step"] == list(range(1, 7))
+
+
+def test_a_log_without_fit_is_whole_at_the_end(tmp_path):
+    t = trainer(run_dir=tmp_path)
+    for _ in range(5):
+        t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
+    del t  # or the end of the program
+    gc.collect()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_checkpoint_of_another_model_lists_every_difference(tmp_path):
