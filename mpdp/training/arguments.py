@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def check(
     save_every: Any,
     keep: Any,
     run_dir: Any,
-    callbacks: Sequence[Any],
+    callbacks: Any,
 ) -> None:
     """Refuse arguments of the constructor that cannot work. **Local.**"""
     if not isinstance(model, Module):
@@ -57,8 +58,10 @@ def check(
         raise ValueError(f"save_every: expected a run_dir to save in, got {save_every} without one")
     if not _whole(seed):
         raise ValueError(f"seed: expected an integer, got {seed!r}")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+    if clip_norm is not None and not (isinstance(plain(clip_norm), (int, float)) and clip_norm > 0):
         raise ValueError(f"clip_norm: expected a number above 0, or None, got {clip_norm!r}")
+    if not isinstance(callbacks, Sequence):
+        raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
     for callback in callbacks:
         for method in ("on_step", "on_epoch", "on_validation", "on_checkpoint", "on_exception"):
             if not callable(getattr(callback, method, None)):
@@ -107,18 +110,33 @@ def check_labels(function: Any, dataset: Any, output: Any) -> None:
         losses.check_class_indices(split_batch(dataset.arrays)[2], int(output.shape[-1]), ignore_index)
 
 
-def describe(function: Any) -> Any:
-    """Return a function or schedule in a form that ranks can compare and JSON can hold. **Local.**"""
-    if hasattr(function, "describe"):
-        return function.describe()
-    if isinstance(function, functools.partial):
-        return [
-            describe(function.func),
-            *map(repr, function.args),
-            {k: repr(v) for k, v in function.keywords.items()},
-        ]
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '')}.{name}"
+def describe(value: Any) -> Any:
+    """Return a function, schedule, optimizer or argument in a form that ranks compare and JSON holds. **Local.**
+
+    An object without ``describe`` goes by its class alone: its text may hold an address, which differs between ranks.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
+        return f"{value.dtype}{list(value.shape)} {digest}"
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [describe(item) for item in value]
+    if isinstance(value, functools.partial):
+        return [describe(value.func), *map(describe, value.args), describe(value.keywords)]
+    if hasattr(value, "describe") and not isinstance(value, type):
+        return describe(value.describe())
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{getattr(value, '__module__', '')}.{name}"
+
+
+def plain(value: Any) -> Any:
+    """Return a NumPy number as Python's, which JSON can hold, and anything else as it is. **Local.**"""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _whole(value: Any) -> bool:

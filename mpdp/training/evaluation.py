@@ -100,6 +100,11 @@ def check_evaluation(dataset: Any, metrics: Sequence[Metric]) -> None:
 def check_metrics(metrics: Sequence[Metric]) -> None:
     """Refuse what is no metric. **Local.**"""
     names = []
+    if not isinstance(metrics, Sequence):
+        raise TypeError(
+            f"metrics: expected a list of functions metric(output, target), got {type(metrics).__name__}; "
+            "pass [metric]"
+        )
     for metric in metrics:
         if not callable(metric):
             raise TypeError(

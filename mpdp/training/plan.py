@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data import batches, check_dataset
+from .arguments import plain
 from .evaluation import Metric, check_metrics, metric_name
 from .position import Position
 
@@ -23,6 +24,10 @@ class FitPlan:
     drop_last: bool
     validation: Any
     metrics: Sequence[Metric]
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "updates", "global_batch_size"):  # a checkpoint holds them as JSON
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def check(self, accumulate: int) -> None:
         """Refuse what cannot be done.

@@ -19,7 +19,7 @@ from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
 from ..parallel.record import Kind, exchange
-from . import checkpoint
+from . import arguments, checkpoint
 from .position import Position
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "seed": trainer.seed,
         "exponent": parallel.exponent,
         "precision": trainer.precision,
-        "optimizer": trainer.optimizer.describe(),
+        "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
         "updates": {
             entry.name: int(count)

@@ -128,7 +128,6 @@ class Trainer:
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
-        self.callbacks = tuple(callbacks)
         self._depth = 0
         self.schedule = schedule if schedule is not None else constant()
         exchange(comm, Kind.CONSTRUCT, 0)
@@ -148,7 +147,7 @@ class Trainer:
                 save_every=save_every,
                 keep=keep,
                 run_dir=run_dir,
-                callbacks=self.callbacks,
+                callbacks=callbacks,
             )
             arguments.cast(model, precision, self.world)
         except Exception as caught:
@@ -159,21 +158,22 @@ class Trainer:
         self.optimizer = optimizer
         self.precision = precision
         self.placement = placement
-        self.accumulate = accumulate
-        self.clip_norm = clip_norm
-        self.seed = seed
-        self.save_every = save_every
+        self.accumulate = int(accumulate)
+        self.clip_norm = arguments.plain(clip_norm)
+        self.seed = int(seed)
+        self.save_every = arguments.plain(save_every)
         self.keep = keep
+        self.callbacks = tuple(callbacks)
         self._stop_asked = self._stop_agreed = False
         self.loss = self._last_lr = float("nan")
         self.parallel = DataParallel(
-            model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=seed
+            model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=self.seed
         )
         given = {"run_dir": "none" if run_dir is None else "a folder"}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self._kernels = kernels.for_device(self.world.device)
-        self.eager = EagerStep(self.parallel, loss, optimizer, clip_norm)
+        self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
         self._resumed: int | None = (
@@ -185,7 +185,7 @@ class Trainer:
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks beside the model. **Local.**"""
         return {
-            "optimizer": self.optimizer.describe(),
+            "optimizer": arguments.describe(self.optimizer),
             "schedule": arguments.describe(self.schedule),
             "loss": arguments.describe(self.loss_function),
             "precision": self.precision,
@@ -282,7 +282,7 @@ class Trainer:
             shuffle,
             drop_last,
             validation,
-            tuple(metrics),
+            metrics,
         )
         exchange(comm, Kind.FIT, self.step_count)
         together(comm, lambda: plan.check(self.accumulate))

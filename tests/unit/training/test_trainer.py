@@ -46,6 +46,11 @@ def trainer(**options):
         ({"seed": "a"}, ValueError, r"seed: expected an integer, got 'a'"),
         ({"graph": "always"}, ValueError, r"graph: expected \"auto\" or False, got 'always'"),
         ({"callbacks": [print]}, TypeError, r"callbacks: expected objects with the methods of mpdp.Callback"),
+        (
+            {"callbacks": mpdp.Callback()},
+            TypeError,
+            r"callbacks: expected a list, got Callback; pass \[callback\]",
+        ),
         ({"chunk_bytes": 0}, ValueError, r"chunk_bytes: expected a positive number of bytes, got 0"),
         (
             {"reduce_dtype": "int32"},
@@ -85,6 +90,7 @@ def test_bad_arguments(options, error, message):
             TypeError,
             r"metrics: expected functions metric\(output, target\), got str",
         ),
+        ({"metrics": nn.accuracy}, TypeError, r"metrics: expected a list of functions .* got function; pass"),
         ({"metrics": [nn.accuracy, nn.accuracy]}, ValueError, r"metrics: expected distinct names"),
     ],
 )
@@ -481,4 +487,22 @@ def test_losses_and_schedules_are_described_for_comparison():
         functools.partial(nn.cross_entropy, ignore_index=4)
     )
     assert describe(optim.StepLR(2)) != describe(optim.StepLR(3))
-    json.dumps([describe(f) for f in (nn.mse, len, optim.constant(), lambda t: 1.0)])
+    table = type("Table", (optim.Schedule,), {"__init__": lambda self, x: vars(self).update(x=np.array(x))})
+    assert describe(table([1.0, 2.0])) == describe(table([1.0, 2.0])) != describe(table([1.0, 3.0]))
+    teacher = functools.partial(nn.mse, teacher=nn.Linear(2, 2))
+    assert "0x" not in str(describe(teacher))
+    json.dumps([describe(f) for f in (nn.mse, len, optim.constant(), lambda t: 1.0, table([1.0]), teacher)])
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    groups = [optim.Group("*", lr_factor=np.float32(0.5))]
+    t = trainer(
+        seed=np.int64(3),
+        accumulate=np.int32(2),
+        clip_norm=np.float32(1.0),
+        save_every=np.int64(2),
+        optimizer=optim.SGD(lr=np.float32(0.1), groups=groups),
+        run_dir=tmp_path,
+    )
+    t.fit(dataset(), epochs=np.int64(1), global_batch_size=np.int64(4))
+    assert t.step_count == 3 and trainer(run_dir=tmp_path, seed=3, accumulate=2).resume()
