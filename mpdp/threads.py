@@ -11,7 +11,13 @@ from collections.abc import Mapping
 
 from threadpoolctl import threadpool_limits
 
-VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+VARIABLES = (
+    "OMP_NUM_THREADS",  # first: who has set it has answered for all of them
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
 
 
 def cores() -> int:

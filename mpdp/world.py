@@ -203,7 +203,6 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
             say(0, 1, "info", f"device {chosen}: {why}")
         return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     activity = guard.current.activity
-    threads.cap(announcement.local_size or 1, os.environ)
     guard.current.meet(timeout)
     with guard.current.starting_mpi(timeout):
         mpi = _import_mpi()
@@ -221,6 +220,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     from .comm.mpi import MpiCommunicator
 
     place = _place(mpi, raw)
+    threads.cap(place[1], os.environ)  # MPI knows the ranks of a node where a launcher does not say
     comm: Communicator = MpiCommunicator(raw, activity, device_pointers=transport == "mpi_device")
     _start_ring(comm, activity, timeout, across_nodes=place[3] > 1)
     compare(comm, "init", {"device": chosen.kind, "transport": transport, "timeout": timeout})

@@ -13,15 +13,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..threads import VARIABLES
 from .mpi_library import MpiLibrary
 
-_BLAS = (
-    "OMP_NUM_THREADS",  # first: who has set it has answered for all of them
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
 _CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES")
 
 
@@ -119,13 +113,13 @@ def build(
     else:
         settings["I_MPI_PIN"] = "0"
     if "OMP_NUM_THREADS" not in environ:
-        settings |= dict.fromkeys(_BLAS, str(max(1, cores // local_ranks)))
+        settings |= dict.fromkeys(VARIABLES, str(max(1, cores // local_ranks)))
     settings = {name: value for name, value in settings.items() if name not in environ}
     if hosts:
         names = ",".join(host.name if host.slots is None else f"{host.name}:{host.slots}" for host in hosts)
         words += ["--host" if library.family == "openmpi" else "-hosts", names]
         if library.family == "openmpi":  # it carries its own variables to other hosts, and no others
-            carried = [name for name in (*_CARRIED, *_BLAS) if name in environ or name in settings]
+            carried = [name for name in (*_CARRIED, *VARIABLES) if name in environ or name in settings]
             words += [word for name in carried for word in ("-x", name)]
     return Command((*words, "-n", str(n), *program), settings)
 

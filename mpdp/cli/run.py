@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import LaunchError
+from ..threads import cores
 from .command import Command, Host, build, count_gpus, parse_hosts
 
 _ABOUT = """\
@@ -75,7 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 2 for a usage error, 1 where no MPI fits, else the job's.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    slots = [host.slots for host in options.hosts or ()]
+    if slots and None not in slots and _ranks(options) > sum(slots):
+        parser.error(
+            f"n: expected at most the {sum(slots)} processes of --hosts, got {options.n}; name more hosts"
+        )
     try:
         command = _command(options)
     except LaunchError as error:
@@ -110,7 +117,7 @@ def _command(options: argparse.Namespace) -> Command:
         [sys.executable, options.script, *options.arguments],
         _ranks(options),
         hosts=options.hosts or (),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         environ=os.environ,
         remote_shell=bool(shutil.which("ssh") or shutil.which("rsh")),

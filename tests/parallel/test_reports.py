@@ -281,6 +281,13 @@ def test_variables_left_over_from_another_launcher(job, solo, left_over, named):
     assert result.output.count("warning") == 1 and f"init: found {named} but no MPI launcher" in result.output
 
 
+def test_threads_are_capped_by_what_mpi_says_of_the_node(job):
+    """I7: a launcher that does not say how many ranks the node has, as Slurm's."""
+    result = job(PROGRAMS / "unannounced.py", n=2, environ={"OMP_NUM_THREADS": None}).check()
+    for local_size, threads, cap in result.results:
+        assert (local_size, threads) == (2, cap)
+
+
 @pytest.mark.parametrize("threads", [None, "4"])
 def test_what_a_rank_may_run_on_is_said(job, threads):
     """I7: cores in reach and BLAS threads in the first line; a warning where threads fight for cores."""

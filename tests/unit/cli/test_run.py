@@ -48,6 +48,13 @@ def test_without_n_there_is_a_rank_a_gpu_and_two_where_there_is_none(
     assert f" -n {n} " in capsys.readouterr().out
 
 
+def test_threads_heed_the_quota_of_a_container(script, mpich, capsys, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("mpdp.threads._quota", lambda: 1)
+    assert run.main(["--dry-run", "-n", "1", script]) == 0
+    assert "OMP_NUM_THREADS=1 " in capsys.readouterr().out
+
+
 def test_with_hosts_there_is_a_rank_a_slot(script, mpich, capsys):
     assert run.main(["--dry-run", "--hosts", "a:2,b", script]) == 0
     assert "-hosts a:2,b -n 3 " in capsys.readouterr().out
@@ -62,6 +69,10 @@ def test_with_hosts_there_is_a_rank_a_slot(script, mpich, capsys):
         (["-n", "-2", "{script}"], "n: expected a number of processes of at least 1, got '-2'"),
         (["-n", "two", "{script}"], "n: expected a number of processes of at least 1, got 'two'"),
         (["--hosts", "a:0", "{script}"], "hosts: expected NAME or NAME:SLOTS with commas between, got 'a:0'"),
+        (
+            ["-n", "5", "--hosts", "a:2,b:2", "{script}"],
+            "n: expected at most the 4 processes of --hosts, got 5",
+        ),
         (["-n", "2"], "the following arguments are required: script.py"),
         (["--no-such-flag", "{script}"], "--no-such-flag"),
     ],
