@@ -105,6 +105,11 @@ class Tensor:
             value = self._fitting("grad", _as_array(value))
         if self._binding is None:
             self._grad = value
+        elif self._grad is None:
+            if value is not None:
+                raise ValueError(
+                    f"grad: expected None for the frozen {self._title()}, got an array; thaw it first"
+                )
         elif value is None:
             self._grad.fill(0)
             self._written = -1

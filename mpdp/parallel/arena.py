@@ -34,6 +34,10 @@ class Arena:
         self.array = self.buffer.array(self.dtype, count)
 
     def __getitem__(self, name: str) -> Any:
+        if self.layout[name].stop > len(self.array):
+            raise ValueError(
+                f"name: expected a trainable parameter, got the frozen {name!r}; it has no gradient"
+            )
         return self.layout.view(self.array, name)
 
 

@@ -160,7 +160,7 @@ class DataParallel:
         **Collective.** Builds a new generation of the layout; weights and moments keep their values.
 
         Raises:
-            KeyError: no such parameter, on all ranks.
+            ValueError: no such parameter, on all ranks.
         """
         self._train_only(dict.fromkeys(names, False))
 
@@ -358,10 +358,12 @@ class DataParallel:
 
         Raises:
             NonFiniteError: on all ranks, when the reduced gradient is NaN or infinite; nothing is updated.
+            ValueError: no ``backward`` before it, or another optimizer than before.
         """
         if self._agreed is None:
-            raise RuntimeError(
-                "step: expected a backward() with final=True before it, got none since the last step"
+            raise ValueError(
+                "step: expected a backward() with final=True before it, got none since the last step; "
+                "call backward on every rank, with None where there is no sample"
             )
         self.bind_optimizer(optimizer)
         count, loss_sum = self._agreed

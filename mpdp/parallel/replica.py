@@ -158,7 +158,7 @@ class Replica:
         **Collective.** Weights keep their values; moments those of parameters that are trained before and after.
 
         Raises:
-            KeyError: no such parameter, on all ranks.
+            ValueError: no such parameter, on all ranks.
             DisagreementError: ranks name different ones, on all ranks.
         """
         together(self.comm, lambda: self._check_names(flags))
@@ -173,7 +173,10 @@ class Replica:
     def _check_names(self, flags: Mapping[str, bool]) -> None:
         for name in flags:
             if name not in self.parameters:
-                raise KeyError(f"name: expected a parameter of the model, got {name!r}")
+                raise ValueError(
+                    f"name: expected a parameter of the model, got {name!r}; "
+                    "take the full names of model.named_parameters()"
+                )
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Give the optimizer its place over the layout; the first call allocates its state. **Local.**

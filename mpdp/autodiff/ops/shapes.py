@@ -105,10 +105,7 @@ def concatenate(tensors: Any, axis: int = 0) -> Tensor:
     tensors = tuple(tensors)
     if not tensors:
         raise ValueError("concatenate: expected one tensor or more, got none; pass a sequence")
-    ndim = unwrap(tensors[0]).ndim
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"axis: expected an integer in {-ndim}..{ndim - 1}, got {axis}; count axes from 0")
-    return _apply_concatenate(*tensors, axis=axis % ndim)
+    return _apply_concatenate(*tensors, axis=_axis(axis, unwrap(tensors[0]).ndim))
 
 
 def stack(tensors: Any, axis: int = 0) -> Tensor:
@@ -117,6 +114,13 @@ def stack(tensors: Any, axis: int = 0) -> Tensor:
     if not tensors:
         raise ValueError("stack: expected one tensor or more, got none; pass a sequence")
     ndim = unwrap(tensors[0]).ndim + 1
-    axis = axis % ndim
+    axis = _axis(axis, ndim)
     joined = [reshape(t, unwrap(t).shape[:axis] + (1,) + unwrap(t).shape[axis:]) for t in tensors]
     return concatenate(joined, axis)
+
+
+def _axis(axis: int, ndim: int) -> int:
+    """Return an axis counted from 0 after checking it."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis: expected an integer in {-ndim}..{ndim - 1}, got {axis}; count axes from 0")
+    return axis % ndim

@@ -260,6 +260,10 @@ def test_losses_of_nn_check_devices_too():
         (lambda a: a.mean((0, -2)), r"axis: expected distinct integers in -2..1 for 2 axes, got \(0, -2\)"),
         (lambda a: a.transpose(0), r"transpose: expected each of the axes 0..1 once, got \(0,\); list all"),
         (lambda a: ops.concatenate([]), r"concatenate: expected one tensor or more, got none"),
+        (
+            lambda a: ops.stack([a, a], axis=7),
+            r"axis: expected an integer in -3..2, got 7; count axes from 0",
+        ),
         (lambda a: ops.stack([]), r"stack: expected one tensor or more, got none"),
         (lambda a: ops.concatenate([a], 2), r"axis: expected an integer in -2..1, got 2"),
         (lambda a: ops.layer_norm(a), r"layer_norm: expected a weight or a shape, got neither"),

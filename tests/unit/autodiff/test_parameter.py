@@ -154,6 +154,21 @@ def test_binding_again_moves_the_values_on():
     )
 
 
+def test_a_parameter_bound_again_marks_the_arena_it_leaves():
+    w = Parameter([1.0])
+    first, second = Arena(w), Arena(w)
+    assert (first.dirty, second.dirty) == (True, False)
+
+
+def test_a_frozen_bound_parameter_has_no_gradient_to_set():
+    w = Parameter([1.0])
+    arena = Arena()
+    w.bind(put([0.0]), None, arena)
+    w.grad = None
+    with pytest.raises(ValueError, match=r"grad: expected None for the frozen Parameter, got an array"):
+        w.grad = put([1.0])
+
+
 def test_copies_of_a_bound_parameter_are_unbound():
     w = Parameter([1.0, 2.0])
     arena = Arena(w)

@@ -112,6 +112,8 @@ def test_wrong_announcements_are_errors():
     frozen = Reducer(GradientArena({"a": (3,), "b": (3,)}, comm=SoloCommunicator(), frozen=["b"]))
     with pytest.raises(ValueError, match=r"expected a trainable parameter, got the frozen 'b'"):
         frozen.ready("b")
+    with pytest.raises(ValueError, match=r"expected a trainable parameter, got the frozen 'b'"):
+        frozen.arena["b"]
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
