@@ -1,8 +1,9 @@
 """Guard: whatever happens to this rank, the job ends soon, non-zero, with one report.
 
-Owns the process's hooks for uncaught errors and for its end, the text of a report, the marks that ``mpdp
-run`` reads, and the ways in which a process ends its job. Process-wide by nature: it is the one place of
-mpdp with module-level state. Imports neither MPI nor CUDA, because :func:`install` runs at ``import mpdp``.
+Owns the process's hooks for uncaught errors and for its end, the text of a report, the marks that ``mpdp run``
+reads, and the ways in which a process ends its job. Process-wide by nature: beside the one world that
+:mod:`mpdp.world` joins, it is the place of mpdp with module-level state. Imports neither MPI nor CUDA, because
+:func:`install` runs at ``import mpdp``.
 
 A rank's life, and what ends it:
 

@@ -35,7 +35,7 @@ PATIENCE = 5.0  # from SIGTERM to SIGKILL
 
 @dataclass
 class Marks:
-    """What the ranks have written so far.
+    """What the ranks have written so far. **Local.**
 
     Attributes:
         started: rank -> its process, or None for one of another host.
@@ -51,6 +51,7 @@ class Marks:
 
     @classmethod
     def read(cls, folder: Path) -> Marks:
+        """Return what lies in a folder of marks."""
         marks = cls({}, {}, set(), False)
         for path in sorted(folder.iterdir(), key=_age):
             kind, _, rank = path.name.partition(".")

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 class Plan:
     """Cut ranges of the trainable zone where groups or used flags change.
 
-    The path that an element takes (one value for the piece, or one for each block) depends on the
+    **Local.** The path that an element takes (one value for the piece, or one for each block) depends on the
     layout and the groups only, never on the range asked for, so all partitions give equal bits.
 
     Args:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class Callback:
     """Base of callbacks; override what you need.
 
-    Every method is called on every rank, at the same point of the run, except :meth:`on_exception`. So a callback
-    may call collectives of the trainer (``evaluate``, ``save``) as long as every rank does.
+    **Collective.** Every method is called on every rank, at the same point of the run, except :meth:`on_exception`.
+    So a callback may call collectives of the trainer (``evaluate``, ``save``) as long as every rank does.
 
     Example:
         >>> class StopAt(Callback):
@@ -34,7 +34,8 @@ class Callback:
         """Called after a checkpoint was written and renamed into place."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Called where an exception leaves ``fit``, ``step`` or ``evaluate``: on the ranks that raise it.
+        """Called where an exception leaves a call of the trainer, on the ranks that raise it. **Local.**
 
-        The job is about to end: collectives raise here, and the first traceback was printed already.
+        Unless ``error.agreed``, the job is about to end: collectives raise here, and the first traceback was
+        printed already.
         """

@@ -14,7 +14,7 @@ from .position import Position
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What ``fit`` was asked to do; see :meth:`mpdp.Trainer.fit` for the fields."""
+    """What ``fit`` was asked to do; see :meth:`mpdp.Trainer.fit` for the fields. **Local.**"""
 
     dataset: Any
     epochs: int | None

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Position:
-    """The part of a run's state that is neither weights nor moments.
+    """The part of a run's state that is neither weights nor moments. **Local.**
 
     Attributes:
         epoch: finished epochs.
