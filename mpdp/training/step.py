@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..data import MicroBatch, share
+from .. import kernels
+from ..data import MicroBatch, map_arrays, share, split_batch
+from ..device import Device
 from ..optim import Optimizer
 from ..parallel.data_parallel import DataParallel
 from . import arguments
@@ -97,6 +99,16 @@ class EagerStep:
         return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
 
 
+def take_apart(batch: Any, device: Device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return what a model is called with, and the target, as arrays on ``device``. **Local.**"""
+
+    def place(value: Any, path: str) -> Any:
+        return kernels.move(value if hasattr(value, "dtype") else np.asarray(value), device)
+
+    inputs, kwargs, target = split_batch(batch)  # first: a list of two is inputs and target, not one array
+    return map_arrays(place, inputs), map_arrays(place, kwargs), map_arrays(place, target)
+
+
 def cut_batch(whole: MicroBatch, accumulate: int) -> list[MicroBatch]:
     """Cut a rank's own batch into ``accumulate`` micro-batches of nearly equal length. **Local.**"""
     parts = []
@@ -122,4 +134,4 @@ def _cut(value: Any, start: int, stop: int) -> Any:
         return tuple(_cut(v, start, stop) for v in value)
     if isinstance(value, dict):
         return {key: _cut(v, start, stop) for key, v in value.items()}
-    return value[start:stop] if hasattr(value, "shape") else np.asarray(value)[start:stop]
+    return value[start:stop]

@@ -6,8 +6,6 @@ It owns the run: position, schedule, files, callbacks. One update is in ``step``
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 
 from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
-from ..data import Loader, MicroBatch, map_arrays, split_batch
+from ..data import Loader, MicroBatch
 from ..nn import Module
 from ..optim import Optimizer, constant
 from ..parallel.data_parallel import DataParallel
@@ -28,36 +26,17 @@ from ..world import World, init
 from . import arguments, resuming
 from .callbacks import Callback
 from .evaluation import Metric, check_evaluation, evaluate, evaluation_mode, metric_name
+from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
 from .run_folder import RunFolder
-from .step import EagerStep, cut_batch
+from .step import EagerStep, cut_batch, take_apart
 
 History = list[dict[str, Any]]
 _CHECK_AFTER = (1, 2, 10)
 _CHECK_EVERY = 500  # updates; one pass over weights and moments, about 1 ms for a million parameters
 _EVALUATION_BATCH = 1024
-
-
-def _ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Report what leaves a public call at once and let the job end, unless all ranks raise it together."""
-
-    @functools.wraps(method)
-    def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            if self._depth == 0:
-                if not getattr(error, "agreed", False):
-                    self.world.fail(error)
-                with contextlib.suppress(OSError):  # a full disk must not hide the error that all ranks raise
-                    self.folder.flush()
-                for callback in self.callbacks:
-                    callback.on_exception(self, error)
-            raise
-
-    return wrapper
 
 
 class Trainer:
@@ -128,7 +107,7 @@ class Trainer:
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
-        self._depth = 0
+        self.depth = 0  # of public calls inside one another
         self.schedule = schedule if schedule is not None else constant()
         exchange(comm, Kind.CONSTRUCT, 0)
         error: Exception | None = None
@@ -237,7 +216,7 @@ class Trainer:
 
     # -- training
 
-    @_ends_the_job
+    @ends_the_job
     def fit(
         self,
         dataset: Any,
@@ -292,14 +271,12 @@ class Trainer:
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
-        self._depth += 1
         try:
             FitLoop(self, plan, progress).run()
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
             self.folder.flush()
         finally:
-            self._depth -= 1
             progress.close()
         return self.history
 
@@ -311,10 +288,6 @@ class Trainer:
         self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
         self._last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
-
-    def _on_device(self, value: Any, path: str) -> Any:
-        array = value if hasattr(value, "dtype") else np.asarray(value)
-        return kernels.move(array, self.world.device)
 
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back. **Collective.**"""
@@ -335,7 +308,7 @@ class Trainer:
             self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
             self._stop_agreed = self._stop_agreed or bool(asked[0])
 
-    @_ends_the_job
+    @ends_the_job
     def step(self, batch: Any) -> float:
         """Do one update from this rank's own batch, for programs with a loop of their own.
 
@@ -350,7 +323,7 @@ class Trainer:
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
-        inputs, kwargs, target = split_batch(map_arrays(self._on_device, batch))
+        inputs, kwargs, target = take_apart(batch, self.world.device)
         count = leading_length(inputs, kwargs)
         start = None
         if not (self._opened and self._nominal_fixed) or self.parallel.draws_samples:
@@ -361,14 +334,10 @@ class Trainer:
         whole = MicroBatch(inputs, kwargs, target, start, count, None, None, self.epoch, self.step_count)
         parts = [whole] if self.accumulate == 1 else cut_batch(whole, self.accumulate)
         self.update(parts)
-        self._depth += 1
-        try:
-            self.after_step()
-        finally:
-            self._depth -= 1
+        self.after_step()
         return self.loss
 
-    @_ends_the_job
+    @ends_the_job
     def evaluate(
         self, dataset: Any, metrics: Sequence[Metric] = (), global_batch_size: int | None = None
     ) -> dict[str, float]:
@@ -418,7 +387,7 @@ class Trainer:
 
     # -- the run's files
 
-    @_ends_the_job
+    @ends_the_job
     def save(self) -> Path:
         """Write a checkpoint below ``run_dir`` and return its directory, once it is whole for every rank.
 
@@ -438,7 +407,7 @@ class Trainer:
             callback.on_checkpoint(self, path)
         return path
 
-    @_ends_the_job
+    @ends_the_job
     def resume(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Take up a checkpoint: weights, optimizer state, position, random state.
 

@@ -473,6 +473,12 @@ def test_an_optimizer_with_other_slots_does_not_fit(tmp_path):
         other.resume(path)
 
 
+def test_a_batch_may_be_lists():
+    x, y = dataset().arrays
+    losses = {trainer(accumulate=2).step(batch) for batch in ((x, y), [x, y], (x, y.tolist()))}
+    assert len(losses) == 1
+
+
 def test_a_batch_without_a_target_reaches_the_loss():
     t = trainer(loss=lambda output, target: output.mean() if target is None else None)
     t.step((np.ones((2, 4), "float32"),))

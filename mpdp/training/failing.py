@@ -1,0 +1,41 @@
+"""What an exception does that leaves a public call of the trainer: reported at once, told to the callbacks.
+
+A rank that raises alone would leave the others waiting, so the job is on its way to its end before the program's own
+``except`` and ``finally`` run. How it ends is :mod:`mpdp.guard`'s part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+def ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Report what leaves a public call and let the job end, unless all ranks raise it together. **Local.**
+
+    Of calls inside one another (an evaluation in a callback of ``fit``) the outermost does so.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            if self.depth == 1:
+                if not getattr(error, "agreed", False):
+                    self.world.fail(error)
+                with contextlib.suppress(OSError):  # a full disk must not hide the error
+                    self.folder.flush()
+                for callback in self.callbacks:
+                    callback.on_exception(self, error)
+            raise
+        finally:
+            self.depth -= 1
+
+    return wrapper
