@@ -68,7 +68,9 @@ class World:
         try:
             return self._communicators[name]
         except KeyError:
-            raise ValueError(f"axis: expected one of {', '.join(self.axes)}, got {name!r}") from None
+            raise ValueError(
+                f"axis: expected one of {', '.join(self.axes)}, got {name!r}; check the name"
+            ) from None
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank at once and see to it that the job ends within seconds.
@@ -142,10 +144,12 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
         raise ValueError(f"device: expected {world.device} as in the first call of init, got {device}")
     if transport not in ("auto", world.transport, *_inner(world.transport)) and world.size > 1:
         raise ValueError(
-            f"transport: expected {world.transport} as in the first call of init, got {transport!r}"
+            f"transport: expected {world.transport} as in the first call of init, got {transport!r}; leave it out"
         )
     if timeout not in (300.0, world.timeout):
-        raise ValueError(f"timeout: expected {world.timeout} as in the first call of init, got {timeout}")
+        raise ValueError(
+            f"timeout: expected {world.timeout} as in the first call of init, got {timeout}; leave it out"
+        )
     return world
 
 
@@ -172,14 +176,18 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
     if device != "auto":
         as_device(device)
     if transport not in TRANSPORTS:
-        raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        raise ValueError(
+            f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}; leave it out"
+        )
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, (int, float))
         or not timeout > 0
         or math.isinf(timeout)
     ):
-        raise ValueError(f"timeout: expected a number of seconds above 0, got {timeout!r}")
+        raise ValueError(
+            f"timeout: expected a number of seconds above 0, got {timeout!r}; 300.0 is the default"
+        )
 
 
 def _join(device: Device | str, transport: str, timeout: float) -> World:

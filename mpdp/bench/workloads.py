@@ -45,7 +45,7 @@ def build(name: str, rank: int, batch: int | None = None, device: str = "cpu") -
         ValueError: no workload of that name.
     """
     if name not in NAMES:
-        raise ValueError(f"workload: expected one of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"workload: expected one of {', '.join(NAMES)}, got {name!r}; choose one")
     random = np.random.default_rng(rank)
     data: tuple[Any, Any]
     if name == "mlp":

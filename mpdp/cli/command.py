@@ -59,7 +59,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         name, colon, slots = part.strip().partition(":")
         good = slots.isascii() and slots.isdigit() and int(slots) >= 1
         if not name or name.startswith("-") or (colon and not good):
-            raise ValueError(f"hosts: expected NAME or NAME:SLOTS with commas between, got {text!r}")
+            raise ValueError(
+                f"hosts: expected NAME or NAME:SLOTS with commas between, got {text!r}; as in a:2,b:2"
+            )
         hosts.append(Host(name, int(slots) if colon else None))
     return tuple(hosts)
 

@@ -88,7 +88,7 @@ class TokenDataset:
         tokens = _as_array(tokens, "tokens")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise TypeError(
-                f"tokens: expected a one-dimensional integer array, got {tokens.dtype} {tokens.shape}"
+                f"tokens: expected a one-dimensional integer array, got {tokens.dtype} {tokens.shape}; flatten it"
             )
         self.context = whole("context", context, 1)
         self._tokens = tokens
@@ -155,7 +155,9 @@ def take(dataset: Any, indices: np.ndarray, where: str = "") -> Any:
         with _Note(many, where):
             items = list(dataset.__getitems__(indices.tolist()))
             if len(items) != len(indices):
-                raise ValueError(f"__getitems__: expected {len(indices)} samples, got {len(items)}")
+                raise ValueError(
+                    f"__getitems__: expected {len(indices)} samples, got {len(items)}; return one an index"
+                )
     elif hasattr(dataset, "take"):
         with _Note(many, where):
             batch = dataset.take(indices)
@@ -163,7 +165,8 @@ def take(dataset: Any, indices: np.ndarray, where: str = "") -> Any:
                 shape = np.shape(array)
                 if shape[:1] != (len(indices),):
                     raise ValueError(
-                        f"take: expected arrays of leading length {len(indices)}, got {shape} in {path}"
+                        f"take: expected arrays of leading length {len(indices)}, got {shape} in {path}; "
+                        "return a row an index"
                     )
             return batch
     else:
@@ -330,11 +333,15 @@ def _as_array(value: Any, path: str) -> Any:
         try:
             value = np.asarray(value)
         except ValueError as error:
-            raise ValueError(f"{path}: expected rows of one shape, got {error}") from error
+            raise ValueError(f"{path}: expected rows of one shape, got {error}; pad them") from error
     if value.dtype.kind in "OUSMm":
-        raise TypeError(f"{path}: expected an array of numbers, got dtype {value.dtype}")
+        raise TypeError(
+            f"{path}: expected an array of numbers, got dtype {value.dtype}; encode it as numbers"
+        )
     if value.ndim == 0:
-        raise ValueError(f"{path}: expected a leading dimension of samples, got a 0-d array")
+        raise ValueError(
+            f"{path}: expected a leading dimension of samples, got a 0-d array; one row a sample"
+        )
     return value
 
 

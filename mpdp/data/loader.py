@@ -124,7 +124,7 @@ class Loader:
         self.size = whole("size", size, 1)
         self.rank = whole("rank", rank, 0)
         if self.rank >= self.size:
-            raise ValueError(f"rank: expected one of 0..{self.size - 1}, got {self.rank}")
+            raise ValueError(f"rank: expected one of 0..{self.size - 1}, got {self.rank}; ranks count from 0")
         self.seed, self.shuffle = int(seed), bool(shuffle)
         self.dtype = None if dtype is None else np.dtype(dtype)
         self.device = as_device(device)

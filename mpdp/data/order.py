@@ -56,7 +56,7 @@ class Order:
     def __init__(self, length: int, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> None:
         self.length = whole("length", length, 0)
         if self.length > MOST:
-            raise ValueError(f"length: expected at most 2^62 samples, got {self.length}")
+            raise ValueError(f"length: expected at most 2^62 samples, got {self.length}; cut the data set")
         self.seed, self.epoch, self.shuffle = int(seed), int(epoch), bool(shuffle)
         self._side = max(1, math.isqrt(max(self.length, 1) - 1) + 1)
         words = random.bits(random.derive_key(self.seed, "order", self.epoch), 0, 0, 1, 4 * _ROUNDS + 1)[0]
@@ -79,7 +79,8 @@ class Order:
         """
         if not 0 <= start <= stop <= self.length:
             raise ValueError(
-                f"order: expected places with 0 <= start <= stop <= {self.length}, got {start} and {stop}"
+                f"order: expected places with 0 <= start <= stop <= {self.length}, got {start} and {stop}; "
+                "places count from 0"
             )
         return self._samples(np.arange(start, stop, dtype=np.int64))
 
@@ -97,7 +98,8 @@ class Order:
         places = np.asarray(places, dtype=np.int64)
         if len(places) and not (places.min() >= 0 and places.max() < self.length):
             raise ValueError(
-                f"order: expected places in 0..{self.length - 1}, got {places.min()}..{places.max()}"
+                f"order: expected places in 0..{self.length - 1}, got {places.min()}..{places.max()}; "
+                "places count from 0"
             )
         return self._samples(places)
 
@@ -220,7 +222,7 @@ def whole(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+        raise TypeError(f"{name}: expected a whole number, got {value!r}; pass an int") from None
     if number < least:
-        raise ValueError(f"{name}: expected {least} or more, got {number}")
+        raise ValueError(f"{name}: expected {least} or more, got {number}; pass a larger one")
     return number

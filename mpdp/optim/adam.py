@@ -48,10 +48,10 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(lr, weight_decay, groups)
         if len(betas) != 2:
-            raise ValueError(f"betas: expected two numbers, got {betas}")
+            raise ValueError(f"betas: expected two numbers, got {betas}; as in (0.9, 0.999)")
         self.betas = (non_negative("betas", betas[0]), non_negative("betas", betas[1]))
         if max(self.betas) >= 1.0:
-            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}; as in (0.9, 0.999)")
         self.eps = non_negative("eps", eps)
         if self.eps == 0.0:
             raise ValueError("eps: expected a number above 0, got 0.0; a zero gradient would divide by 0")

@@ -48,7 +48,9 @@ class Group:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
-            raise TypeError(f"pattern: expected a string such as '*.bias', got {self.pattern!r}")
+            raise TypeError(
+                f"pattern: expected a string such as '*.bias', got {self.pattern!r}; put names in patterns"
+            )
         non_negative("lr_factor", self.lr_factor)
         if self.weight_decay is not None:
             non_negative("weight_decay", self.weight_decay)
@@ -76,9 +78,13 @@ class Optimizer:
         self.groups = tuple(groups)
         for group in self.groups:
             if not isinstance(group, Group):
-                raise TypeError(f"groups: expected optim.Group objects, got {group!r}")
+                raise TypeError(
+                    f"groups: expected optim.Group objects, got {group!r}; as in optim.Group('*.bias')"
+                )
         if len(self.groups) > _MOST_GROUPS:
-            raise ValueError(f"groups: expected at most {_MOST_GROUPS}, got {len(self.groups)}")
+            raise ValueError(
+                f"groups: expected at most {_MOST_GROUPS}, got {len(self.groups)}; use wider patterns"
+            )
         self.state: dict[str, Any] = {}
         self.updates = np.zeros(0, dtype=np.int64)
         self._layout: Any = None
@@ -117,7 +123,9 @@ class Optimizer:
                 "make one optimizer for each model, or call unbind() first"
             )
         if weights.shape != (layout.size,):
-            raise ValueError(f"weights: expected shape ({layout.size},), got {weights.shape}")
+            raise ValueError(
+                f"weights: expected shape ({layout.size},), got {weights.shape}; pass the arena of this layout"
+            )
         names = [entry.name for entry in layout.trainable]
         everything = [entry.name for entry in layout.entries]
         for group in self.groups:
@@ -171,7 +179,7 @@ class Optimizer:
         """
         if self._plan is None:
             raise ValueError(
-                f"{type(self).__name__}: expected bind() before apply(); hand the optimizer to a Trainer"
+                f"{type(self).__name__}: expected bind() before apply(), got none; hand the optimizer to a Trainer"
             )
         block = self._layout.BLOCK
         assert start % block == 0 and stop % block == 0, "ranges are cut at blocks"
@@ -274,9 +282,9 @@ class Optimizer:
 def non_negative(name: str, value: Any) -> float:
     """Return a hyper-parameter as a float of 0 or more. **Local.**"""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise TypeError(f"{name}: expected a number of 0 or more, got {value!r}")
+        raise TypeError(f"{name}: expected a number of 0 or more, got {value!r}; pass a float")
     if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}")
+        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}; correct it")
     return float(value)
 
 

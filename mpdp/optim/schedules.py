@@ -84,7 +84,9 @@ class _Warmup(Schedule):
         self.total = _count("total", total, 1)
         self.final = float(final)
         if self.warmup > self.total:
-            raise ValueError(f"warmup: expected at most total = {total} updates, got {warmup}")
+            raise ValueError(
+                f"warmup: expected at most total = {total} updates, got {warmup}; shorten the warm-up"
+            )
 
     def __call__(self, update: int) -> float:
         if update < self.warmup:
@@ -148,5 +150,5 @@ def _count(name: str, value: Any, least: int) -> int:
             f"{name}: expected a whole number of updates, got {value!r}; schedules count updates"
         ) from None
     if count < least:
-        raise ValueError(f"{name}: expected {least} or more updates, got {count}")
+        raise ValueError(f"{name}: expected {least} or more updates, got {count}; pass a larger number")
     return count

@@ -44,7 +44,7 @@ class SGD(Optimizer):
         super().__init__(lr, weight_decay, groups)
         self.momentum = non_negative("momentum", momentum)
         if self.momentum >= 1.0:
-            raise ValueError(f"momentum: expected a number in [0, 1), got {momentum}")
+            raise ValueError(f"momentum: expected a number in [0, 1), got {momentum}; 0.9 is usual")
         self.nesterov = bool(nesterov)
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov: expected momentum above 0 with it, got 0.0; pass momentum=0.9")

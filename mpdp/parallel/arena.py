@@ -79,7 +79,10 @@ class GradientArena(Arena):
         if not shapes:
             raise ValueError("shapes: expected at least one parameter, got none; there is nothing to train")
         if np.dtype(dtype).name not in ("float16", "float32", "float64"):
-            raise ValueError(f"dtype: expected float16, float32 or float64, got {np.dtype(dtype).name}")
+            raise ValueError(
+                f"dtype: expected float16, float32 or float64, got {np.dtype(dtype).name}; "
+                "gradients are floats"
+            )
         self.comm = comm if comm is not None else current_world().axis("data")
         super().__init__(Layout(shapes, frozen), dtype, as_device(device), self.comm, trainable_only=True)
 

@@ -31,7 +31,9 @@ def chunk_table(elements: int, itemsize: int, chunk_bytes: int | None = None) ->
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes: expected a positive number of bytes, got {chunk_bytes!r}")
+        raise ValueError(
+            f"chunk_bytes: expected a positive number of bytes, got {chunk_bytes!r}; leave it out for 4 MiB"
+        )
     spans = elements // SPAN
     middle = max(1, chunk_bytes // (SPAN * itemsize))
     edge = max(1, middle // _EDGE)

@@ -37,7 +37,7 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
         return loss, count, count
     raise TypeError(
         "loss: expected a scalar Tensor, a loss of mpdp.nn or a pair (sum, count) with a Tensor sum, "
-        f"got {type(loss).__name__}"
+        f"got {type(loss).__name__}; return one of these"
     )
 
 
@@ -47,7 +47,7 @@ def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         shape = getattr(value, "shape", None)
         if shape:
             return int(shape[0])
-    raise ValueError("inputs: expected an array with a leading sample dimension, got none")
+    raise ValueError("inputs: expected an array with a leading sample dimension, got none; pass one")
 
 
 def _checked(count: float) -> float:

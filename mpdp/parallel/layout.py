@@ -63,7 +63,9 @@ class Layout:
     ) -> None:
         unknown = [name for name in frozen if name not in shapes]
         if unknown:
-            raise ValueError(f"frozen: expected names of parameters, got {unknown[0]!r}")
+            raise ValueError(
+                f"frozen: expected names of parameters, got {unknown[0]!r}; take those of shapes"
+            )
         self.generation = generation
         entries: list[Entry] = []
         offset = 0
@@ -92,7 +94,7 @@ class Layout:
             raise KeyError(
                 f"name: expected one of {len(self.entries)} parameters "
                 f"such as {next(iter(self._by_name), '(none)')!r}, "
-                f"got {name!r}"
+                f"got {name!r}; take a full name"
             ) from None
 
     def __contains__(self, name: object) -> bool:

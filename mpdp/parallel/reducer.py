@@ -101,12 +101,16 @@ class Reducer:
             ValueError: announced twice in one step.
         """
         if name in self._announced:
-            raise ValueError(f"name: expected one announcement a step, got a second for {name!r}")
+            raise ValueError(
+                f"name: expected one announcement a step, got a second for {name!r}; finish() comes first"
+            )
         try:
             first, last = self._span[name]
         except KeyError:
             self.arena.layout[name]
-            raise ValueError(f"name: expected a trainable parameter, got the frozen {name!r}") from None
+            raise ValueError(
+                f"name: expected a trainable parameter, got the frozen {name!r}; leave it out"
+            ) from None
         self._announced.add(name)
         pending = self._pending
         for chunk in range(first, last):

@@ -76,7 +76,9 @@ class Replica:
 
     def _look_at(self, model: Module, reduce_dtype: str | None) -> None:
         if not isinstance(model, Module):
-            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+            raise TypeError(
+                f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module"
+            )
         self.parameters: dict[str, Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, Buffer] = dict(model.named_buffers())
         self.dtype = _one_dtype(self.parameters)
@@ -85,7 +87,8 @@ class Replica:
         )
         if self.reduce_dtype.name not in ("float16", "float32", "float64"):
             raise ValueError(
-                f"reduce_dtype: expected float16, float32 or float64, got {self.reduce_dtype.name}"
+                f"reduce_dtype: expected float16, float32 or float64, got {self.reduce_dtype.name}; "
+                "gradients are floats"
             )
 
     def describe(self) -> dict[str, str]:

@@ -36,30 +36,45 @@ def check(
 ) -> None:
     """Refuse arguments of the constructor that cannot work. **Local.**"""
     if not isinstance(model, Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module")
     if not callable(loss):
-        raise TypeError(f"loss: expected a function loss(output, target), got {type(loss).__name__}")
+        raise TypeError(
+            f"loss: expected a function loss(output, target), got {type(loss).__name__}; as nn.cross_entropy"
+        )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected one of mpdp.optim, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer: expected one of mpdp.optim, got {type(optimizer).__name__}; as optim.SGD(lr=0.1)"
+        )
     if not callable(schedule):
-        raise TypeError(f"schedule: expected a function of the update's index, got {type(schedule).__name__}")
+        raise TypeError(
+            f"schedule: expected a function of the update's index, got {type(schedule).__name__}; "
+            "as optim.WarmupCosine(100, 5000)"
+        )
     if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+        raise ValueError(
+            f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}; others are not there yet"
+        )
     if placement != "replicated":
-        raise ValueError(f'placement: expected "replicated", got {placement!r}')
+        raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
     if graph not in ("auto", False):
-        raise ValueError(f'graph: expected "auto" or False, got {graph!r}')
+        raise ValueError(f'graph: expected "auto" or False, got {graph!r}; leave it out')
     for name, value in (("accumulate", accumulate), ("keep", keep)):
         if not _whole(value) or value < 1:
-            raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+            raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}; pass an int")
     if save_every is not None and (not _whole(save_every) or save_every < 1):
-        raise ValueError(f"save_every: expected an integer of 1 or more, or None, got {save_every!r}")
+        raise ValueError(
+            f"save_every: expected an integer of 1 or more, or None, got {save_every!r}; it counts updates"
+        )
     if save_every is not None and run_dir is None:
-        raise ValueError(f"save_every: expected a run_dir to save in, got {save_every} without one")
+        raise ValueError(
+            f"save_every: expected a run_dir to save in, got {save_every} without one; pass run_dir="
+        )
     if not _whole(seed):
-        raise ValueError(f"seed: expected an integer, got {seed!r}")
+        raise ValueError(f"seed: expected an integer, got {seed!r}; pass a fixed number")
     if clip_norm is not None and not (isinstance(plain(clip_norm), (int, float)) and clip_norm > 0):
-        raise ValueError(f"clip_norm: expected a number above 0, or None, got {clip_norm!r}")
+        raise ValueError(
+            f"clip_norm: expected a number above 0, or None, got {clip_norm!r}; None does not clip"
+        )
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
     for callback in callbacks:

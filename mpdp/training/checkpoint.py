@@ -113,13 +113,13 @@ def read(path: Path) -> Checkpoint:
         text = (path / MANIFEST).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected a directory with a {MANIFEST}, got {error}"
+            f"checkpoint {path}: expected a directory with a {MANIFEST}, got {error}; check the path"
         ) from error
     try:
         manifest = json.loads(text)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise CheckpointError(
-                f"checkpoint {path}: expected a manifest of format {FORMAT!r}, got another file"
+                f"checkpoint {path}: expected a manifest of format {FORMAT!r}, got another file; check the path"
             )
         if manifest["version"] > VERSION:
             raise CheckpointError(
@@ -128,17 +128,19 @@ def read(path: Path) -> Checkpoint:
             )
         if manifest["digest"] != _manifest_digest(manifest):
             raise CheckpointError(
-                f"checkpoint {path}: expected an intact manifest, got one whose digest differs"
+                f"checkpoint {path}: expected an intact manifest, got one whose digest differs; take another checkpoint"
             )
         tensors = tuple(manifest["tensors"])
         for entry in tensors:
             name = entry["file"]
             if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise CheckpointError(f"checkpoint {path}: expected file names inside it, got {name!r}")
+                raise CheckpointError(
+                    f"checkpoint {path}: expected file names inside it, got {name!r}; it was tampered with"
+                )
         return Checkpoint(path, int(manifest["step"]), int(manifest["serial"]), manifest["state"], tensors)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected a manifest in JSON, got a torn one ({error})"
+            f"checkpoint {path}: expected a manifest in JSON, got a torn one ({error}); take another checkpoint"
         ) from error
 
 
@@ -159,7 +161,7 @@ def load(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
                 parts[file] = load_file(checkpoint.path / file)
             except (OSError, SafetensorError, ValueError) as error:
                 raise CheckpointError(
-                    f"checkpoint {checkpoint.path}: expected an intact {file}, got {error}"
+                    f"checkpoint {checkpoint.path}: expected an intact {file}, got {error}; take another checkpoint"
                 ) from error
         whole = (entry["start"], entry["stop"]) == (0, int(np.prod(entry["shape"], dtype=np.int64)))
         array = parts[file].get(name if whole else f"{name}@{entry['start']}")
@@ -169,11 +171,13 @@ def load(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
             or array.size != entry["stop"] - entry["start"]
         ):
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: expected {name} as the manifest says, got another"
+                f"checkpoint {checkpoint.path}: expected {name} as the manifest says, got another; "
+                "take another checkpoint"
             )
         if _digest(array) != entry["sha256"]:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: expected intact bytes of {name}, got others than were written"
+                f"checkpoint {checkpoint.path}: expected intact bytes of {name}, got others than were written; "
+                "take another checkpoint"
             )
         if name not in tensors:
             tensors[name] = np.empty(entry["shape"], dtype=entry["dtype"])

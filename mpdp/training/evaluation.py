@@ -108,13 +108,13 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
     for metric in metrics:
         if not callable(metric):
             raise TypeError(
-                f"metrics: expected functions metric(output, target), got {type(metric).__name__}"
+                f"metrics: expected functions metric(output, target), got {type(metric).__name__}; as nn.accuracy"
             )
         names.append(metric_name(metric))
     for name in names:
         if names.count(name) > 1 or name in ("loss", "epoch", "step"):
             raise ValueError(
-                f"metrics: expected distinct names other than loss, epoch and step, got {name!r}"
+                f"metrics: expected distinct names other than loss, epoch and step, got {name!r}; rename it"
             )
 
 

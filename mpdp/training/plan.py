@@ -45,23 +45,26 @@ class FitPlan:
             raise ValueError("epochs: expected epochs= or updates=, got neither; say when to stop")
         for name, value in (("epochs", self.epochs), ("updates", self.updates)):
             if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}")
+                raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}; pass an int")
         size = self.global_batch_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(
-                f"global_batch_size: expected an integer of 1 or more (samples per update over all ranks), got {size!r}"
+                "global_batch_size: expected an integer of 1 or more (samples per update over all ranks), "
+                f"got {size!r}; pass an int"
             )
         if size < accumulate:
             raise ValueError(
-                f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}"
+                f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}; accumulate less"
             )
         check_metrics(self.metrics)
         if len(self.dataset) == 0:
-            raise ValueError("dataset: expected at least one sample, got an empty data set")
+            raise ValueError(
+                "dataset: expected at least one sample, got an empty data set; check where it comes from"
+            )
         if self.per_epoch == 0:
             raise ValueError(
                 f"global_batch_size: expected at most the {len(self.dataset)} samples of the data set with "
-                f"drop_last, got {size}"
+                f"drop_last, got {size}; lower it or keep the short batch"
             )
 
     @property

@@ -171,7 +171,9 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
                     continue
                 except OSError:
                     break
-        raise OSError(f"run_dir: expected {base} or {tempfile.gettempdir()} to be writable, got neither")
+        raise OSError(
+            f"run_dir: expected {base} or {tempfile.gettempdir()} to be writable, got neither; pass base="
+        )
 
     made = on_root(comm, make)
     return Path(os.fsdecode(comm.broadcast_bytes(None if made is None else os.fsencode(made))))

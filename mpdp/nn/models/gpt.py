@@ -85,7 +85,7 @@ class GPT(Module):
         self, layers: int, width: int, heads: int, context: int, vocabulary: int, dtype: Any = "float32"
     ) -> None:
         if width % heads:
-            raise ValueError(f"width: expected a multiple of heads={heads}, got {width}")
+            raise ValueError(f"width: expected a multiple of heads={heads}, got {width}; change one")
         self.context = context
         self.tokens = Embedding(vocabulary, width, dtype, weight_init=_NORMAL)
         self.positions = Embedding(context, width, dtype, weight_init=_NORMAL)

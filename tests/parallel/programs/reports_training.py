@@ -191,7 +191,8 @@ def empty_validation_data():
         raises(
             lambda: t_.fit(data.ArrayDataset(x[:mine], t[:mine]), epochs=2, global_batch_size=4),
             ValueError,
-            f"expected at least one sample, got an empty data set (on rank {size - 1} of {size})",
+            "expected at least one sample, got an empty data set",
+            f"(on rank {size - 1} of {size})",
         )
 
 
