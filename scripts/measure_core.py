@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mpdp.bench.train import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 ELEMENTS = 24_000_000  # of the model whose memory is measured: 96 MB of float32
 
@@ -195,14 +197,6 @@ def memory_of_a_rank():
     peak = np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024], dtype=np.int64)
     world.comm.all_reduce(peak, op="max")
     return int(peak[0]) if world.rank == 0 else None
-
-
-def processor():
-    """Return the processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

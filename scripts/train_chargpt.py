@@ -70,6 +70,10 @@ def main():
     parser.add_argument("--resume", action="store_true", help="go on with the newest checkpoint of --run-dir")
     parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
     arguments = parser.parse_args()
+    if arguments.resume and arguments.run_dir is None:
+        parser.error(
+            "--resume: expected --run-dir with it, got none; name the folder of the run to go on with"
+        )
 
     world = mpdp.init(device=arguments.device)
     mpdp.seed(arguments.seed)

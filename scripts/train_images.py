@@ -26,7 +26,7 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
 HOW_TO_GET = """\
-Fashion-MNIST: expected {names} in {folders}, found none; get them with
+Fashion-MNIST: expected {names} in {folder}, found none; get them with
     apt-get install dataset-fashion-mnist
 or, without root,
     apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist_*.deb DIR
@@ -48,13 +48,9 @@ def read_idx(path):
 
 
 def find(data_dir):
-    """Return the folder that holds the four files, or end with a message that says how to get them."""
-    folders = [Path(data_dir)] if data_dir else [SYSTEM]
-    names = [name for pair in FILES.values() for name in pair]
-    for folder in folders:
-        if all((folder / name).is_file() for name in names):
-            return folder
-    sys.exit(HOW_TO_GET.format(names=", ".join(names), folders=" or ".join(map(str, folders))))
+    """Return the folder that holds the four files, or None."""
+    folder = Path(data_dir or SYSTEM)
+    return folder if all((folder / name).is_file() for pair in FILES.values() for name in pair) else None
 
 
 def load(folder, part):
@@ -80,9 +76,18 @@ def main():
     parser.add_argument("--save-every", type=int, default=500, help="updates between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on with the newest checkpoint of --run-dir")
     arguments = parser.parse_args()
+    if arguments.resume and arguments.run_dir is None:
+        parser.error(
+            "--resume: expected --run-dir with it, got none; name the folder of the run to go on with"
+        )
 
-    folder = find(arguments.data_dir)
     world = mpdp.init(device=arguments.device)
+    folder = find(arguments.data_dir)
+    if folder is None:
+        if world.rank == 0:
+            names = ", ".join(name for pair in FILES.values() for name in pair)
+            print(HOW_TO_GET.format(names=names, folder=arguments.data_dir or SYSTEM), file=sys.stderr)
+        sys.exit(1)
     mpdp.seed(arguments.seed)
     train, test = load(folder, "train"), load(folder, "test")
     model = nn.Sequential(

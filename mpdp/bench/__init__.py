@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ..device import as_device
+
 __all__ = ["main"]
 
 
@@ -14,13 +16,18 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train}")
     train = commands.add_parser("train", help="the training step of a workload, without the loader")
     train.add_argument("workload", choices=["mlp", "chargpt"])
-    train.add_argument("--device", default="cpu", help="cpu")
+    train.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
     arguments = parser.parse_args(argv)
     if arguments.batch is not None and arguments.batch < 1:
         parser.error(f"--batch: expected 1 or more, got {arguments.batch}")
+    if arguments.device != "auto":
+        try:
+            as_device(arguments.device)
+        except ValueError as error:
+            parser.error(str(error))
     from . import train as train_bench
 
     return train_bench.run(

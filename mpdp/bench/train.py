@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..comm.agreement import on_root
 from ..training import Trainer
 from ..world import World, blas_threads, init
 from .workloads import build
@@ -31,6 +32,10 @@ QUICK_SECONDS = 0.3
 def run(workload: str, *, device: str, batch: int | None, quick: bool, json_path: str | None) -> int:
     """Measure one workload; rank 0 prints a line and writes the JSON object. **Collective.**"""
     world = init(device=device)
+    if json_path not in (None, "-"):
+        on_root(
+            world.axis("data"), lambda: open(str(json_path), "a").close()
+        )  # an error before time is spent
     result = measure(world, workload, batch=batch, quick=quick)
     if world.rank == 0:
         print(
@@ -78,7 +83,7 @@ def measure(world: World, name: str, *, batch: int | None = None, quick: bool = 
         "loss": trainer.loss,
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor(),
     }
 
 
@@ -93,7 +98,8 @@ def _block(trainer: Trainer, batch: tuple[Any, Any], steps: int, comm: Any) -> f
     return float(seconds[0])
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of this machine's processor. **Local.**"""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:

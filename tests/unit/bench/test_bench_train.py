@@ -56,9 +56,23 @@ def test_one_json_object(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["train"], ["train", "x"], ["train", "mlp", "--batch", "0"], ["x"]]
+    "arguments",
+    [
+        [],
+        ["train"],
+        ["train", "x"],
+        ["train", "mlp", "--batch", "0"],
+        ["train", "mlp", "--device", "gpu"],
+        ["x"],
+    ],
 )
 def test_usage_errors_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         bench.main(arguments)
     assert caught.value.code == 2
+
+
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpdp.bench.train.measure", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(OSError, match="nowhere"):
+        bench.main(["train", "mlp", "--json", str(tmp_path / "nowhere" / "x.json")])
