@@ -6,6 +6,7 @@ compared comes back through ``host``. Without the fixture all of this is NumPy.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpdp
 from mpdp import kernels
 from mpdp.autodiff import Tensor
 from mpdp.device import CPU, Device
@@ -52,6 +54,11 @@ def host(value: Any) -> np.ndarray:
     """Return a tensor's or an array's contents as a NumPy array."""
     value = value.data if isinstance(value, Tensor) else value
     return np.asarray(kernels.of(value).to_numpy(value)) if hasattr(value, "dtype") else np.asarray(value)
+
+
+def world() -> mpdp.World:
+    """Return the world of the tests, on the device of the running one."""
+    return dataclasses.replace(mpdp.init(), device=here.device)
 
 
 def only_on_the_cpu(why: str) -> None:

@@ -6,10 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from on_device import host, world
 
 import mpdp
 from mpdp import autodiff, data, nn, optim
 from mpdp.errors import CheckpointError, NonFiniteError
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def dataset(n=12, dtype="float32"):
@@ -19,7 +22,7 @@ def dataset(n=12, dtype="float32"):
 
 def trainer(**options):
     mpdp.seed(0)
-    options = {"loss": nn.cross_entropy, "optimizer": optim.SGD(lr=0.1), **options}
+    options = {"loss": nn.cross_entropy, "optimizer": optim.SGD(lr=0.1), "world": world(), **options}
     model = options.pop("model", None) or nn.Linear(4, 3, dtype=options.pop("dtype", "float32"))
     return mpdp.Trainer(model, options.pop("loss"), options.pop("optimizer"), **options)
 
@@ -104,11 +107,11 @@ def test_labels_out_of_range_are_found_before_any_update():
     bad = dataset(40)
     bad.arrays[-1][37] = 3
     t = trainer()
-    before = t.model.weight.data.copy()
+    before = host(t.model.weight).copy()
     with pytest.raises(ValueError, match=r"target: expected class indices in 0..2, got 3 at sample 37"):
         t.fit(bad, epochs=1, global_batch_size=4)
     assert t.step_count == 0
-    assert np.array_equal(t.model.weight.data, before)
+    assert np.array_equal(host(t.model.weight), before)
     # ignored labels are no error, also under another number
     bad.arrays[-1][37] = -7
     trainer(loss=functools.partial(nn.cross_entropy, ignore_index=-7)).fit(bad, epochs=1, global_batch_size=4)
@@ -308,10 +311,10 @@ def test_an_exception_reaches_the_callbacks_and_the_caller():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_anything_is_updated(value):
     t = trainer(loss=lambda o, y: o.mean() * value)
-    before = t.model.weight.data.copy()
+    before = host(t.model.weight).copy()
     with pytest.raises(NonFiniteError, match=r"loss: expected a finite sum at step 0, got"):
         t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
-    assert np.array_equal(t.model.weight.data, before)
+    assert np.array_equal(host(t.model.weight), before)
 
 
 def test_a_gradient_that_is_not_finite_is_named():
@@ -319,7 +322,7 @@ def test_a_gradient_that_is_not_finite_is_named():
         return ((output * 0.0) + 0.0).sqrt().mean()
 
     t = trainer(loss=root_of_zero)
-    before = t.model.weight.data.copy()
+    before = host(t.model.weight).copy()
     with (
         pytest.raises(
             NonFiniteError, match=r"gradient: expected finite values at step 0.* first in (bias|weight)"
@@ -327,7 +330,7 @@ def test_a_gradient_that_is_not_finite_is_named():
         np.errstate(all="ignore"),
     ):
         t.step((np.ones((2, 4), "float32"), np.zeros(2, int)))
-    assert np.array_equal(t.model.weight.data, before)
+    assert np.array_equal(host(t.model.weight), before)
     t.eager.loss_function = nn.cross_entropy
     assert t.step((np.ones((2, 4), "float32"), np.zeros(2, int))) > 0
 
@@ -372,7 +375,7 @@ def test_step_without_a_dataset_equals_fit_in_order():
     a.fit(items, epochs=1, global_batch_size=4, shuffle=False)
     for i in range(0, 12, 4):
         b.step(tuple(array[i : i + 4] for array in items.arrays))
-    assert np.array_equal(a.model.weight.data, b.model.weight.data)
+    assert np.array_equal(host(a.model.weight), host(b.model.weight))
 
 
 def test_two_trainings_are_bit_equal():
@@ -402,7 +405,7 @@ def test_odd_parameters_are_saved_and_loaded(tmp_path):
     a.fit(data.ArrayDataset(x, x), epochs=2, global_batch_size=4)
     b = make()
     assert b.resume()
-    assert b.model.scalar.data.tobytes() == a.model.scalar.data.tobytes()
+    assert host(b.model.scalar).tobytes() == host(a.model.scalar).tobytes()
     assert b.model.scalar.shape == () and b.model.empty.shape == (3, 0)
 
 
@@ -460,7 +463,7 @@ def test_a_forward_pass_that_fails_leaves_nothing_of_its_update():
             with pytest.raises(ValueError, match=r"target: expected class indices"):
                 t.step((x, labels))
         t.step((x, y))
-        weights.append(t.model.weight.data.copy())
+        weights.append(host(t.model.weight).copy())
     assert np.array_equal(*weights)
 
 
