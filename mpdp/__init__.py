@@ -2,10 +2,14 @@
 
 One process owns one device and one replica of the model; gradients are all-reduced while backward still
 runs. Start with ``mpdp.init`` and ``mpdp.Trainer``. Importing this package starts neither MPI nor CUDA; under a
-launcher it installs the hooks that end the job when a rank fails.
+launcher it installs the hooks that end the job when a rank fails. Public names are loaded when they are first used,
+so that a command line is parsed before NumPy is loaded.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -13,14 +17,35 @@ from . import guard as _guard
 
 _guard.install()  # before anything that may fail: from here on, a rank that fails ends its job
 
-from . import autodiff, data, errors, nn, optim, random  # noqa: E402
-from .autodiff import no_grad  # noqa: E402
-from .device import Device  # noqa: E402
-from .device_memory import DeviceInfo, devices, place  # noqa: E402
-from .nn import seed  # noqa: E402
-from .parallel import DataParallel, GradientArena, Layout, Reducer  # noqa: E402
-from .training import Callback, Trainer, new_run_dir  # noqa: E402
-from .world import World, current_world, init  # noqa: E402
+if TYPE_CHECKING:
+    from . import autodiff, data, errors, nn, optim, random
+    from .autodiff import no_grad
+    from .device import Device
+    from .device_memory import DeviceInfo, devices, place
+    from .nn import seed
+    from .parallel import DataParallel, GradientArena, Layout, Reducer
+    from .training import Callback, Trainer, new_run_dir
+    from .world import World, current_world, init
+
+_HOMES = {
+    "Callback": "training",
+    "DataParallel": "parallel",
+    "Device": "device",
+    "DeviceInfo": "device_memory",
+    "GradientArena": "parallel",
+    "Layout": "parallel",
+    "Reducer": "parallel",
+    "Trainer": "training",
+    "World": "world",
+    "current_world": "world",
+    "devices": "device_memory",
+    "init": "world",
+    "new_run_dir": "training",
+    "no_grad": "autodiff",
+    "place": "device_memory",
+    "seed": "nn",
+}
+_MODULES = ("autodiff", "data", "errors", "nn", "optim", "random")
 
 __all__ = [
     "Callback",
@@ -47,3 +72,18 @@ __all__ = [
     "random",
     "seed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

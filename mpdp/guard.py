@@ -39,6 +39,7 @@ MARKS = "MPDP_MARKS"  # a directory in which `mpdp run` looks for the marks of i
 RANK_PROCESS = "MPDP_RANK_PROCESS"  # the process id of the rank, for the processes that it starts
 DEADLINE = 2.0  # seconds from a reported failure to the end of the job, whatever the program does meanwhile
 SPREAD = 0.15  # seconds for a failure to get round the ring before its rank ends
+TURN = 0.05  # seconds that a rank gives each lower one to report what all may have met
 INTERRUPTED = 130
 
 
@@ -156,8 +157,9 @@ class Guard:
             return
         if getattr(error, "secondary", False) or self.error is not None:
             return
+        others = self._give_way() or self._heard_of_a_failure()
         self.error = error
-        if self.ring is None or self.ring.failure is None:
+        if not others:
             self._report_error(error)
         if self.ring is not None:
             self.ring.fail(_summary(error), after=DEADLINE)
@@ -233,6 +235,9 @@ class Guard:
         ):
             time.sleep(DEADLINE)
             self.end(code)
+        if not others_first and self._give_way():
+            time.sleep(DEADLINE)
+            self.end(code)
         self.error = error
         try:
             self._report_error(error, thread)
@@ -289,6 +294,22 @@ class Guard:
 
     def _heard_of_a_failure(self) -> bool:
         return self.error is None and self.ring is not None and self.ring.failure is not None
+
+    def _give_way(self) -> bool:
+        """Let lower ranks report first: a mistake in the program is often made by all. **Local.**
+
+        Returns:
+            Whether one of them has reported a failure meanwhile.
+        """
+        assert self.announcement is not None
+        rank = self.announcement.rank
+        if rank == 0:
+            return False
+        seconds = TURN * min(rank, 6)
+        if self.ring is not None:
+            return self._others_report(seconds)
+        time.sleep(seconds)  # a launcher that sees rank 0 end ends this one too
+        return any(self._has_failed_mark(lower) for lower in range(min(rank, 64)))
 
     def _others_report(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

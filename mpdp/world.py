@@ -331,7 +331,9 @@ def _ranks_per_device(mpi: Any, raw: Any, device: Device) -> int:
 
 
 def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_nodes: bool) -> None:
-    """Join the ring of sockets: each rank gives its address to the one before it."""
+    """Join the ring of sockets, once: each rank gives its address to the one before it."""
+    if guard.current.ring is not None:
+        return  # init() was tried before, and the program has caught what it raised
     from .comm.liveness import Ring
 
     ring = Ring(

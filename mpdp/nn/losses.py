@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .. import kernels
 from ..autodiff import Tensor, ops
 from ..autodiff.recording import recorded
@@ -90,6 +92,8 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
         (1.3863, 1.0)
     """
     logits, labels = unwrap(output), unwrap(target)
+    if not hasattr(labels, "dtype"):
+        labels = np.asarray(labels)
     if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"target: expected shape {logits.shape[:-1]} for an output of shape {logits.shape} (classes "

@@ -37,8 +37,9 @@ class Kind(IntEnum):
     CHECK_REPLICAS = 8
     FREEZE = 9
     CONSTRUCT = 10
-    NEW_RUN_DIR = 11
-    BROADCAST = 12
+    REDUCE = 11
+    NEW_RUN_DIR = 12
+    BROADCAST = 13
 
 
 _CALLS = {
@@ -51,6 +52,7 @@ _CALLS = {
     Kind.FINISH: "Reducer.finish()",
     Kind.CHECK_REPLICAS: "check_replicas()",
     Kind.FREEZE: "freeze() or thaw()",
+    Kind.REDUCE: "the reduction of a Reducer",
     Kind.CONSTRUCT: "the constructor of a Trainer, DataParallel or Reducer",
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",

@@ -78,6 +78,7 @@ class Reducer:
         )
         self.step = 0
         self.opening: Callable[[], None] | None = None
+        self._opened = False
         self._announced: set[str] = set()
         self._pending = list(self._members)
         self._next = 0
@@ -143,10 +144,18 @@ class Reducer:
         return {position: partial(self.flush, count) for position, count in upto.items()}
 
     def open(self) -> None:
-        """Call ``opening`` unless this step has done so. **Collective** if ``opening`` is."""
+        """Agree with all ranks that they are in the same step, once a step, before its first chunk. **Collective.**
+
+        Calls ``opening`` where the owner has set it for this step; a reducer used by hand exchanges its own record.
+        """
+        if self._opened:
+            return
+        self._opened = True
         if self.opening is not None:
             opening, self.opening = self.opening, None
             opening()
+        else:
+            exchange(self.comm, Kind.REDUCE, self.step, layout=self.arena.layout.digest)
 
     def flush(self, upto: int) -> None:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
@@ -164,6 +173,7 @@ class Reducer:
             request.wait()
         self._requests.clear()
         self._next = 0
+        self._opened = False
         if self._announced:
             self._announced.clear()
             self._pending[:] = self._members
@@ -172,6 +182,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget a step that was broken off, without a message. **Local.**"""
         self.opening = None
+        self._opened = False
         self._requests.clear()
         self._next = 0
         self._announced.clear()

@@ -39,7 +39,10 @@ def save(trainer: Trainer) -> Path:
                 f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
             ) from error
         path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
-        checkpoint.prune(root, trainer.keep)
+        try:
+            checkpoint.prune(root, trainer.keep)
+        except OSError as error:
+            trainer.world.log("warning", f"save: an old checkpoint stays, it could not be removed: {error}")
         return path
 
     path = on_root(comm, write)

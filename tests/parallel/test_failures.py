@@ -259,5 +259,14 @@ def _print_table():
     return 1 if bad else 0
 
 
+@pytest.mark.parametrize("form", ["mpirun", "mpdp run"])
+@pytest.mark.parametrize("when", ["before", "middle"])
+def test_a_mistake_that_all_ranks_make_is_reported_once(job, form, when):
+    result = job(FAULTY, "raise", when, n=3, form=form, environ={"FAULTY_RANK": "all"})
+    assert result.rc != 0 and not result.timed_out and not result.orphans, f"{result}"
+    assert len(REPORT.findall(result.output)) == 1, f"{result}"
+    assert "[0/3] error" in result.output
+
+
 if __name__ == "__main__":
     sys.exit(_print_table())

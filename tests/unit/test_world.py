@@ -118,3 +118,14 @@ def test_the_users_own_setting_of_threads_stands():
     assert threads.cap(2, {"OMP_NUM_THREADS": "7"}) is None
     assert threads.cap(1, {}) is None
     assert world.blas_threads() >= 1
+
+
+def test_importing_loads_neither_numpy_nor_mpi_nor_cupy():
+    done = python(
+        "import sys, mpdp; heavy = {'numpy', 'mpi4py', 'cupy', 'tqdm'} & sys.modules.keys(); assert not heavy, heavy;"
+        "assert set(mpdp.__all__) <= set(dir(mpdp)); from mpdp import nn, Trainer; assert mpdp.nn is nn;"
+        "import mpdp.world; assert mpdp.world.init is mpdp.init; print('on')"
+    )
+    assert (done.stdout, done.returncode) == ("on\n", 0), done.stderr
+    done = python("import mpdp; mpdp.nonsense")
+    assert "module 'mpdp' has no attribute 'nonsense'" in done.stderr

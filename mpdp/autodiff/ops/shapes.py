@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ...device import same_device
+from ...kernels.precision import is_floating
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
 
@@ -38,6 +39,9 @@ def _getitem_backward(k, shape, g, wants, index):
 
 
 def _concatenate(k, *parts, axis):
+    floating = next((part.dtype for part in parts if is_floating(part.dtype)), None)
+    if floating is not None:  # integers take the others' dtype, as in arithmetic
+        parts = tuple(part.astype(floating, copy=False) for part in parts)
     return k.xp.concatenate(parts, axis=axis), [part.shape[axis] for part in parts]
 
 

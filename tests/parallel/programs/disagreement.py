@@ -168,6 +168,16 @@ def skipped_reduction():
     reducer.finish(count=1)
 
 
+def reduced_by_hand_alone():
+    arena = mpdp.GradientArena({"w": (3,)})
+    reducer = mpdp.Reducer(arena)
+    t = trainer()
+    if rank == 0:
+        reducer.finish(count=1)
+    else:
+        t.evaluate(dataset)
+
+
 def arena_shapes():
     mpdp.Reducer(mpdp.GradientArena({"w": (4 if odd else 3,)}))
 
@@ -203,7 +213,8 @@ EXPECTED = {
     "evaluate_alone": "evaluate(): expected every rank to call it at the same step, got rank 0 in evaluate() at step 1",
     "fit_alone": "expected every rank to call it at the same step, got rank 0",
     "second_trainer_alone": "expected every rank to call it at the same step, got rank 0 in the constructor of a",
-    "skipped_reduction": "Reducer.finish(): expected every rank to call it at the same step",
+    "skipped_reduction": "the reduction of a Reducer: expected every rank to call it at the same step",
+    "reduced_by_hand_alone": "expected every rank to call it at the same step, got rank",
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
     f"out.bias on rank {size - 1}",

@@ -328,3 +328,8 @@ def test_sums_of_float16_do_not_saturate():
 
 def test_what_is_checked_is_an_operation():
     assert isinstance(ops.add, Operation) and autodiff.ops is ops
+
+
+def test_joining_integers_and_floats_keeps_the_floats_dtype():
+    joined = ops.concatenate([np.ones(2, "float32"), np.arange(3)])
+    assert joined.dtype == "float32" and joined.data.tolist() == [1, 1, 0, 1, 2]
