@@ -35,8 +35,12 @@ def per_rank(local_size: int) -> int:
 
     A rank that the launcher bound to fewer cores than its part of the node gets no more threads than those.
     """
-    on_node = _quota() or os.cpu_count() or 1
-    return max(1, min(cores(), on_node // local_size))
+    return max(1, min(cores(), on_node() // local_size))
+
+
+def on_node() -> int:
+    """Return the cores that this node's ranks share: all of them, or the container's quota. **Local.**"""
+    return _quota() or os.cpu_count() or 1
 
 
 def cap(local_size: int, environ: Mapping[str, str]) -> int | None:

@@ -22,13 +22,12 @@ from . import guard, launch, threads
 from .comm.activity import Activity
 from .comm.agreement import agree, compare
 from .comm.base import Communicator
+from .comm.choose import TRANSPORTS, choose
 from .comm.solo import SoloCommunicator
 from .device import Device, as_device
 from .device_choice import choose_device
 from .device_memory import identity
 from .errors import LaunchError, MissingDependencyError, on_all_ranks
-
-TRANSPORTS = ("auto", "mpi", "mpi_device")
 
 
 @dataclass(eq=False)
@@ -113,12 +112,15 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     Args:
         device: ``"auto"`` (a GPU if CuPy is installed and sees one, else the CPU), ``"cpu"``, ``"cuda"`` (the GPU
             of the local rank, see ``docs/devices.md``) or ``"cuda:<ordinal>"`` (the same on every rank).
-        transport: ``"auto"``, ``"mpi"`` (GPU arrays travel through host memory), or ``"mpi_device"``: GPU pointers are
-            handed to MPI, on your word that it is CUDA-aware; with another one that is a segmentation fault.
+        transport: ``"auto"``, ``"shared_memory"`` (ranks of one node), ``"mpi"``, or ``"mpi_device"``: GPU pointers
+            are handed to MPI, on your word that it is CUDA-aware; with another one that is a segmentation fault.
+            With the first two, GPU arrays travel through host memory. What ``"auto"`` is can be said in the
+            environment: ``MPDP_TRANSPORT=mpi``.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
     Raises:
         LaunchError: no MPI library under a launcher, or a world of another size than announced.
+        CommunicationError: the transport that was asked for cannot work here, on all ranks.
         DeviceError: the device cannot be used.
         DisagreementError: ranks ask for different things, on all ranks.
         ValueError: a bad argument, or another one than in the first call.
@@ -179,6 +181,10 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
         raise ValueError(
             f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}; leave it out"
         )
+    if _wanted("auto") not in TRANSPORTS:
+        raise ValueError(
+            f"MPDP_TRANSPORT: expected one of {', '.join(TRANSPORTS)}, got {_wanted('auto')!r}; unset it"
+        )
     if (
         isinstance(timeout, bool)
         or not isinstance(timeout, (int, float))
@@ -188,6 +194,10 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
         raise ValueError(
             f"timeout: expected a number of seconds above 0, got {timeout!r}; 300.0 is the default"
         )
+
+
+def _wanted(transport: str) -> str:
+    return os.environ.get("MPDP_TRANSPORT", "auto") if transport == "auto" else transport
 
 
 def _join(device: Device | str, transport: str, timeout: float) -> World:
@@ -229,16 +239,19 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
 
     place = _place(mpi, raw)
     threads.cap(place[1], os.environ)  # MPI knows the ranks of a node where a launcher does not say
-    comm: Communicator = MpiCommunicator(raw, activity, device_pointers=transport == "mpi_device")
-    _start_ring(comm, activity, timeout, across_nodes=place[3] > 1)
-    compare(comm, "init", {"device": chosen.kind, "transport": transport, "timeout": timeout})
-    if chosen.kind == "cuda" and transport != "mpi_device":
-        from .comm.staged import StagedCommunicator
+    wanted = _wanted(transport)
+    control = MpiCommunicator(raw, activity, device_pointers=wanted == "mpi_device")
+    _start_ring(control, activity, timeout, across_nodes=place[3] > 1)
+    compare(control, "init", {"device": chosen.kind, "transport": wanted, "timeout": timeout})
 
-        comm = StagedCommunicator(comm, chosen)
+    def log(level: str, message: str) -> None:
+        if control.rank == 0:
+            say(0, control.size, level, message)
+
+    comm, reason = choose(wanted, control, chosen, place[3], log)
     world = _world(comm, chosen, timeout, activity, place, comm.transport)
     world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
-    _announce(world, why)
+    _announce(world, why, reason)
     return world
 
 
@@ -365,7 +378,7 @@ def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_n
     guard.current.attach(ring)
 
 
-def _announce(world: World, why: str) -> None:
+def _announce(world: World, why: str, reason: str) -> None:
     """Say once what the job runs as, and warn where ranks will fight for GPUs or threads for cores."""
     if why:
         world.log("info", f"device {world.device} on rank 0: {why}")
@@ -380,8 +393,9 @@ def _announce(world: World, why: str) -> None:
     world.log(
         "info",
         f"world of {world.size} ranks on {world.num_nodes} {'node' if world.num_nodes == 1 else 'nodes'}, "
-        f"transport {world.transport}, device {world.device.kind}, {own} {'core' if own == 1 else 'cores'} in reach "
-        f"of a rank, {count} BLAS {'thread' if count == 1 else 'threads'} a rank",
+        f"transport {world.transport} ({reason}), device {world.device.kind}, "
+        f"{own} {'core' if own == 1 else 'cores'} in reach of a rank, "
+        f"{count} BLAS {'thread' if count == 1 else 'threads'} a rank",
     )
     on_node = os.cpu_count() or 1
     if count * world.local_size > on_node and count > 1:

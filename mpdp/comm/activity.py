@@ -50,6 +50,12 @@ class Activity:
         self.since = monotonic()  # before `call`, so that a reader never pairs a new call with an old time
         self.call = call
 
+    def resume(self, call: str) -> None:
+        """Say that this rank is back in a collective that it has entered before. **Local.**"""
+        if self.failure is None:
+            self.since = monotonic()
+            self.call = call
+
     def leave(self) -> None:
         """Say that the collective is over. **Local.**"""
         self.call = None

@@ -324,7 +324,7 @@ class Communicator(ABC):
                 f"array: expected a flat C-contiguous array, got shape {array.shape} and strides {array.strides}; "
                 "use .reshape(-1) of a contiguous array"
             )
-        if device_of(array) == CPU and not flags.writeable:
+        if (type(array) is np.ndarray or device_of(array) == CPU) and not flags.writeable:
             raise ValueError("array: expected writable memory, got a read-only array")
         if bounds is not None:
             b = list(bounds)

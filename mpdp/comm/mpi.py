@@ -66,6 +66,7 @@ class MpiCommunicator(Communicator):
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX}
         self._lanes = {lane: mpi_comm.Dup() for lane in LANES}
         self._owners = {lane: threading.get_ident() for lane in LANES}
+        self._windows: list[Any] = []
         self.piece_bytes = piece_bytes
         self.progress = progress
         self.device_pointers = device_pointers
@@ -106,8 +107,31 @@ class MpiCommunicator(Communicator):
         super().adopt(lane)
         self._owners[lane] = threading.get_ident()
 
+    def plain_all_reduce(self, array: np.ndarray) -> None:
+        """Sum an array over ranks with one call of MPI, as a program without this library would.
+
+        **Collective.** What benchmarks compare with: no pieces, no checks, MPI's own dtypes alone.
+        """
+        self._lanes["bulk"].Allreduce(self._mpi.IN_PLACE, array)
+
+    def shared_window(self, nbytes: int) -> list[np.ndarray]:
+        """Return zeroed memory of every rank as uint8 arrays, in a window of MPI.
+
+        **Collective.** All ranks are on one node and ask for the same number of bytes. MPI frees a window on all
+        ranks together: :meth:`close` does.
+        """
+        window = self._mpi.Win.Allocate_shared(nbytes, 1, comm=self._lanes["urgent"])
+        self._windows.append(window)
+        memories: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.size)]
+        parts = [np.frombuffer(memory, dtype=np.uint8) for memory in memories]
+        parts[self.rank].fill(0)
+        self._lanes["urgent"].Barrier()
+        return parts
+
     def close(self) -> None:
         """Stop the progress thread and free the duplicates. **Collective** (MPI frees them together)."""
+        for window in self._windows:
+            window.Free()
         if self._thread is not None:
             self._thread.close()
         for comm in self._lanes.values():

@@ -55,7 +55,10 @@ def test_left_over_variables_are_said_once_and_not_believed(environ):
     ("arguments", "message"),
     [
         ({"device": "tpu"}, r'device: expected "cpu", "cuda" or "cuda:<ordinal>", got \'tpu\''),
-        ({"transport": "pigeon"}, r"transport: expected one of auto, mpi, mpi_device, got 'pigeon'"),
+        (
+            {"transport": "pigeon"},
+            r"transport: expected one of auto, shared_memory, mpi, mpi_device, got 'pigeon'",
+        ),
         ({"timeout": 0}, r"timeout: expected a number of seconds above 0, got 0"),
         ({"timeout": float("inf")}, r"timeout: expected a number of seconds above 0, got inf"),
         ({"timeout": "5"}, r"timeout: expected a number of seconds above 0, got '5'"),

@@ -1,0 +1,66 @@
+"""Calls: a collective, and its signature by which ranks see that they are in the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .base import FLOATS, INTEGERS, OPS
+
+_NAMES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "exclusive_sum", "barrier")
+_DTYPES = [np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in FLOATS + INTEGERS]
+_KINDS = [(name, op, dtype) for name in _NAMES for op in OPS for dtype in _DTYPES]
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}  # fits a byte
+
+
+@dataclass
+class Call:
+    """One collective of one rank, from its announcement on.
+
+    Attributes:
+        array: what it works on, in place.
+        op: of a summing call.
+        own: elements that this rank sums, or gives to the others.
+        kept: elements of the sum that this rank needs.
+        bounds: of a gathering call, who gives what; None for a summing one.
+        root: of a summing call, the rank that gets what this rank sums; None for all.
+        signature: what is equal on all ranks.
+        location: where the array lies, see ``regions``.
+        number: of the collective on its lane.
+    """
+
+    array: Any
+    op: str
+    own: tuple[int, int]
+    kept: tuple[int, int]
+    bounds: Sequence[int] | None
+    signature: int
+    root: int | None = None
+    location: int = 0
+    number: int = 0
+
+
+def sign(name: str, op: str, array: Any, details: Sequence[int] | int = 0) -> int:
+    """Return call, dtype, length and details (a root, or bounds) as one number of 63 bits. **Local.**"""
+    if not isinstance(details, int):
+        details = hash(tuple(details))
+    return (array.size << 24 | (details & 0xFFFF) << 8 | _CODES[name, op, array.dtype]) & 0x7FFFFFFFFFFFFFFF
+
+
+def describe(signature: int) -> str:
+    """Return a signature as text. **Local.**
+
+    Example:
+        >>> describe(sign("all_reduce", "max", np.zeros(3)))
+        'all_reduce (max) of 3 float64'
+    """
+    name, op, dtype = _KINDS[signature & 0xFF]
+    size, details = signature >> 24, (signature >> 8) & 0xFFFF
+    if name == "barrier":
+        return name
+    told = f", root {details}" if name == "reduce" else f", bounds {details:04x}" if details else ""
+    return f"{name}{f' ({op})' if 'reduce' in name else ''} of {size} {dtype.name}{told}"

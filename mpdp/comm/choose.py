@@ -1,0 +1,75 @@
+"""The choice of a transport: agreed by all ranks, with the reason for the log.
+
+``auto`` takes shared memory for CPU ranks that are all on one node and can map each other's memory, else MPI. A
+transport that was asked for by name and cannot work is an error on all ranks that says why.
+"""
+
+from __future__ import annotations
+
+from ..device import CPU, Device
+from ..errors import CommunicationError, on_all_ranks
+from .base import Communicator
+from .flags import unordered
+from .mpi import MpiCommunicator
+from .shared_memory import Log, SharedMemoryCommunicator
+
+TRANSPORTS = ("auto", "shared_memory", "mpi", "mpi_device")
+
+
+def choose(
+    requested: str, mpi: MpiCommunicator, device: Device, num_nodes: int, log: Log
+) -> tuple[Communicator, str]:
+    """Return the communicator of a world, and why it is this one.
+
+    **Collective.** Every rank requests the same.
+
+    Args:
+        requested: one of ``TRANSPORTS``.
+        mpi: the ranks; the communicator belongs to the result from then on.
+        device: of this rank; arrays of a GPU are staged through host memory.
+        num_nodes: nodes the ranks are on.
+        log: writes a level and a line, once for the job.
+
+    Raises:
+        CommunicationError: on all ranks, when the requested transport cannot work here.
+    """
+    if requested == "mpi_device":
+        return mpi, "as asked for"
+    comm, reason = _for_host_arrays(requested, mpi, device, num_nodes, log)
+    if device != CPU:
+        from .staged import StagedCommunicator
+
+        comm = StagedCommunicator(comm, device)
+    return comm, reason
+
+
+def _for_host_arrays(
+    requested: str, mpi: MpiCommunicator, device: Device, num_nodes: int, log: Log
+) -> tuple[Communicator, str]:
+    if requested == "mpi":
+        return mpi, "as asked for"
+    if requested == "auto" and device != CPU:
+        return mpi, "for ranks with a GPU"
+    reason = f"the ranks are on {num_nodes} nodes" if num_nodes > 1 else unordered()
+    error: CommunicationError | None = None
+    if reason is None:
+        try:
+            comm = SharedMemoryCommunicator(mpi.duplicate(), log=log)
+            why = "all ranks are on one node" if requested == "auto" else "as asked for"
+            return comm, f"{why}, by {comm.way}"
+        except CommunicationError as caught:
+            error, reason = caught, str(caught)
+    if requested == "auto":
+        return mpi, f"not shared_memory: {reason}"
+    raise on_all_ranks(
+        CommunicationError(
+            f'transport: expected shared_memory to work, got: {reason}; use transport="auto" or "mpi"'
+        )
+    ) from error
+
+
+def over_mpi(comm: Communicator) -> MpiCommunicator | None:
+    """Return a new MPI communicator over a world's ranks; None for a world of one. **Collective.**"""
+    if isinstance(comm, SharedMemoryCommunicator):
+        return comm.mpi.duplicate()
+    return comm.duplicate() if isinstance(comm, MpiCommunicator) else None

@@ -1,0 +1,274 @@
+"""The direct transport: collectives over buffers that every rank can address.
+
+One algorithm, however the buffers are mapped. A large message takes two phases: when all ranks are ready, each sums its
+slice over all buffers in the order of ranks, in place, and writes it back to all of them; when all are done, the
+result is everywhere. A small one takes one phase: each rank puts it into a slot that the others read, and each
+sums all slots. Arrays that do not lie in memory of ``allocate()`` travel through a mapped staging area in pieces.
+
+Collectives are numbered on each lane. A rank announces one by posting READY, with a signature (call, dtype,
+length) and the place of its array; so a call that does not match those of the other ranks is an error on all of
+them, and all choose the same way. It posts DONE when it no longer touches other ranks' memory.
+:meth:`DirectCommunicator.start_all_reduce` announces and goes on: the sums are made as soon as the other ranks
+have announced too, at the latest in ``wait()``. So a rank that is ahead computes on instead of waiting.
+
+Read ``blocks`` for the arithmetic, ``flags`` for the waiting, ``shared_memory`` for a mapping.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..device import CPU, device_of
+from ..errors import CommunicationError, on_all_ranks
+from .activity import Activity
+from .base import Communicator, Request
+from .blocks import slices
+from .calls import Call, describe, sign
+from .flags import DONE, HISTORY, LOCATIONS, READY, SIGNATURES
+from .lane import Lane
+from .regions import Regions
+
+
+class _Started(Request):
+    def __init__(self, comm: DirectCommunicator, lane: str, call: Call) -> None:
+        self._comm, self._lane, self._call = comm, lane, call
+
+    def wait(self) -> None:
+        self._comm._finish(self._lane, self._call)
+
+
+class DirectCommunicator(Communicator):
+    """Carry arrays between ranks that can address one another's buffers.
+
+    A transport gives it lanes and regions. A communicator belongs to the thread that made it.
+
+    Args:
+        lanes: the shared memory of each lane.
+        regions: the memory that ``allocate()`` gave out.
+    """
+
+    def __init__(
+        self, rank: int, size: int, activity: Activity | None, lanes: dict[str, Lane], regions: Regions
+    ) -> None:
+        super().__init__(rank, size, activity)
+        self._lanes = lanes
+        self._regions = regions
+
+    def adopt(self, lane: str) -> None:
+        super().adopt(lane)
+        self._lanes[lane].owner = threading.get_ident()
+
+    # -- calls
+
+    def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
+        self._check(array, lane, op)
+        small = array.nbytes <= self._lanes[lane].small_bytes
+        location = 0 if small else self._regions.locate(array)
+        if not location:
+            self.all_reduce(array, op=op, lane=lane)
+            return Request()
+        self._enter("all_reduce", lane)
+        try:
+            own_lane = self._lane(lane, array)
+            call = self._all_reducing(array, op)
+            while own_lane.too_far_ahead:
+                self._carry_out_first(own_lane)
+            own_lane.announce(call, location)
+            while own_lane.announced and own_lane.flags.reached(READY, own_lane.announced[0].number):
+                self._carry_out_first(own_lane)
+        finally:
+            self.activity.leave()
+        return _Started(self, lane, call)
+
+    def _finish(self, lane_name: str, call: Call) -> None:
+        lane = self._lane(lane_name)
+        if not lane.announced and lane.flags.reached(DONE, call.number):
+            return
+        self.activity.resume("all_reduce")
+        try:
+            while lane.announced and lane.announced[0].number <= call.number:
+                self._carry_out_first(lane)
+            lane.flags.wait(DONE, call.number)
+        finally:
+            self.activity.leave()
+
+    def _all_reduce(self, array: Any, op: str, lane: str) -> None:
+        own_lane = self._lane(lane, array)
+        if array.nbytes <= own_lane.small_bytes:
+            self._all_reduce_small(own_lane, array, op)
+        else:
+            self._run(own_lane, self._all_reducing(array, op))
+
+    def _all_reducing(self, array: Any, op: str) -> Call:
+        bounds = slices(array.size, array.itemsize, self.size)
+        own = bounds[self.rank], bounds[self.rank + 1]
+        return Call(array, op, own, (0, array.size), None, sign("all_reduce", op, array))
+
+    def _reduce(self, array: Any, op: str, root: int, lane: str) -> None:
+        bounds = slices(array.size, array.itemsize, self.size)
+        own = bounds[self.rank], bounds[self.rank + 1]
+        kept = (0, array.size if self.rank == root else 0)
+        call = Call(array, op, own, kept, None, sign("reduce", op, array, root), root=root)
+        self._run(self._lane(lane, array), call)
+
+    def _reduce_scatter(self, array: Any, bounds: Sequence[int], op: str, lane: str) -> None:
+        own = bounds[self.rank], bounds[self.rank + 1]
+        call = Call(array, op, own, own, None, sign("reduce_scatter", op, array, bounds), root=self.rank)
+        self._run(self._lane(lane, array), call)
+
+    def _broadcast(self, array: Any, root: int, lane: str) -> None:
+        self._gather("broadcast", array, [0] * (root + 1) + [array.size] * (self.size - root), lane)
+
+    def _all_gather(self, array: Any, bounds: Sequence[int], lane: str) -> None:
+        self._gather("all_gather", array, bounds, lane)
+
+    def _exclusive_sum(self, value: int, lane: str) -> int:
+        values = np.zeros(self.size, dtype=np.int64)
+        values[self.rank] = value
+        self._gather("exclusive_sum", values, range(self.size + 1), lane)
+        return int(values[: self.rank].sum())
+
+    def _barrier(self, lane: str) -> None:
+        self._gather("barrier", np.empty(0, np.uint8), [0] * (self.size + 1), lane)
+
+    def _gather(self, name: str, array: Any, bounds: Sequence[int], lane: str) -> None:
+        own = bounds[self.rank], bounds[self.rank + 1]
+        call = Call(array, "sum", own, (0, 0), bounds, sign(name, "sum", array, bounds))
+        self._run(self._lane(lane, array), call)
+
+    # -- one collective
+
+    def _lane(self, name: str, array: Any = None) -> Lane:
+        lane = self._lanes[name]
+        if threading.get_ident() != lane.owner:
+            raise CommunicationError(
+                f"lane {name}: expected calls from the thread that made the communicator, got another; "
+                "give each thread comm.duplicate(), made on every rank"
+            )
+        if type(array) is not np.ndarray and array is not None and device_of(array) != CPU:
+            raise CommunicationError(
+                f"array: expected host memory for transport {self.transport}, got {device_of(array)}"
+            )
+        return lane
+
+    def _run(self, lane: Lane, call: Call) -> None:
+        """Carry out one collective from its announcement to its end."""
+        while lane.announced:
+            self._carry_out_first(lane)
+        if call.array.nbytes <= lane.small_bytes:
+            self._run_small(lane, call)
+        else:
+            lane.announce(call, self._regions.locate(call.array))
+            self._carry_out_first(lane)
+            lane.flags.wait(DONE, call.number)
+
+    def _run_small(self, lane: Lane, call: Call) -> None:
+        array = call.array
+        slots = lane.next_slots(array.dtype)
+        start, stop = (0, array.size) if call.bounds is None else call.own
+        if stop > start:
+            slots[self.rank][start:stop] = array[start:stop]
+        number = lane.post(call.signature)
+        self._meet(lane, number, call.signature)
+        if call.bounds is None:
+            lane.combiner.combine(call.op, slots, [array], *call.kept)
+        else:
+            self._take(array, call.bounds, slots)
+        lane.flags.post(DONE, number)
+
+    def _all_reduce_small(self, lane: Lane, array: Any, op: str) -> None:
+        """Do what :meth:`_run` does for a small all-reduce, in half the time: each step waits for two of them."""
+        while lane.announced:
+            self._carry_out_first(lane)
+        count = array.size
+        slots = [slot[:count] for slot in lane.next_slots(array.dtype)]
+        slots[self.rank][...] = array
+        signature = sign("all_reduce", op, array)
+        number = lane.post(signature)
+        self._meet(lane, number, signature)
+        lane.combiner.combine_few(op, slots, array)
+        lane.flags.post(DONE, number)
+
+    def _meet(self, lane: Lane, number: int, signature: int) -> None:
+        """Wait until all ranks have announced the collective, and check that it is the same one."""
+        flags = lane.flags
+        flags.wait(READY, number)
+        word = SIGNATURES + number % HISTORY
+        for row in flags.peers:
+            if row[word] != signature:
+                signatures = [row[word] for row in flags.rows]
+                flags.post(DONE, number)  # a program may catch the error and go on
+                raise on_all_ranks(self._mismatch(signatures))
+
+    def _carry_out_first(self, lane: Lane) -> None:
+        """Do this rank's part of the first announced collective; its result is complete when all are DONE."""
+        call = lane.announced.popleft()
+        self._meet(lane, call.number, call.signature)
+        word = LOCATIONS + call.number % HISTORY
+        parts = self._regions.parts(call.array, call.location, [row[word] for row in lane.flags.rows])
+        if parts is None:
+            if call.bounds is None:
+                self._sum_in_pieces(lane, call)
+            else:
+                self._gather_in_pieces(lane, call.array, call.bounds)
+        elif call.bounds is None:
+            if call.root is None:
+                targets = [call.array, *parts[self.rank + 1 :], *parts[: self.rank]]
+            else:
+                targets = [parts[call.root]]
+            lane.combiner.combine(call.op, parts, targets, *call.own)
+        else:
+            self._take(call.array, call.bounds, parts)
+        lane.flags.post(DONE, call.number)
+
+    def _take(self, array: Any, bounds: Sequence[int], sources: Sequence[Any]) -> None:
+        """Copy what the other ranks give."""
+        for owner, (start, stop) in enumerate(pairwise(bounds)):
+            if owner != self.rank and stop > start:
+                array[start:stop] = sources[owner][start:stop]
+
+    def _sum_in_pieces(self, lane: Lane, call: Call) -> None:
+        array, (keep_from, keep_to) = call.array, call.kept
+        step = lane.piece_bytes // array.itemsize
+        for i in range(0, array.size, step):
+            count = min(step, array.size - i)
+            staged = lane.next_pieces(array.dtype)
+            own = staged[self.rank]
+            own[:count] = array[i : i + count]
+            lane.next_phase()
+            bounds = slices(count, array.itemsize, self.size)
+            lane.combiner.combine(call.op, staged, [own], bounds[self.rank], bounds[self.rank + 1])
+            lane.next_phase()
+            for owner, (start, stop) in enumerate(pairwise(bounds)):
+                first, last = max(start, keep_from - i), min(stop, keep_to - i)
+                if last > first:
+                    array[i + first : i + last] = staged[owner][first:last]
+
+    def _gather_in_pieces(self, lane: Lane, array: Any, bounds: Sequence[int]) -> None:
+        step = lane.piece_bytes // array.itemsize
+        for i in range(0, max(stop - start for start, stop in pairwise(bounds)), step):
+            parts = [array[start + i : min(start + i + step, stop)] for start, stop in pairwise(bounds)]
+            staged = lane.next_pieces(array.dtype)
+            staged[self.rank][: parts[self.rank].size] = parts[self.rank]
+            lane.next_phase()
+            for owner, part in enumerate(parts):
+                if owner != self.rank:
+                    part[...] = staged[owner][: part.size]
+
+    def _mismatch(self, signatures: Sequence[int]) -> CommunicationError:
+        groups: dict[int, list[int]] = {}
+        for rank, signature in enumerate(signatures):
+            groups.setdefault(signature, []).append(rank)
+        listed = "; ".join(
+            f"{describe(signature)} on rank {', '.join(map(str, ranks))}"
+            for signature, ranks in groups.items()
+        )
+        return CommunicationError(
+            f"{describe(signatures[0]).partition(' ')[0]}: expected the same call, dtype and length on all ranks, "
+            f"got {listed}; call it on all ranks, in the same order"
+        )
