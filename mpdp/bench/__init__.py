@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from ..comm.base import FLOATS, INTEGERS
 from ..device import as_device
 
 __all__ = ["main"]
+
+CASES = ("shared_memory", "mpi", "mpi4py")  # of all-reduce; mpi4py is one plain call of MPI
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train}")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train,all-reduce}")
     train = commands.add_parser("train", help="the training step of a workload, without the loader")
     train.add_argument("workload", choices=["mlp", "chargpt"])
     train.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    _add_all_reduce(commands)
     arguments = parser.parse_args(argv)
+    if arguments.benchmark == "all-reduce":
+        return _all_reduce(arguments)
     if arguments.batch is not None and arguments.batch < 1:
         parser.error(f"--batch: expected 1 or more, got {arguments.batch}")
     if arguments.device != "auto":
@@ -37,3 +45,64 @@ def main(argv: Sequence[str]) -> int:
         quick=arguments.quick,
         json_path=arguments.json,
     )
+
+
+def _add_all_reduce(commands: Any) -> None:
+    parser = commands.add_parser("all-reduce", help="the all-reduce of each transport, size by size")
+    parser.add_argument("--device", default="cpu", choices=["cpu"], help="cpu")
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=None,
+        help="bytes, as in 8,64K,1M (default: powers of 8, 64M and 256M)",
+    )
+    parser.add_argument(
+        "--dtypes", type=_some(FLOATS + INTEGERS), default=("float32",), help="as in float32,float16"
+    )
+    parser.add_argument(
+        "--transports",
+        type=_some(CASES),
+        default=None,
+        help=f"some of {','.join(CASES)} (default: what runs here)",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    parser.add_argument(
+        "--plot", metavar="PATH.png", default=None, help="draw time and bandwidth against size"
+    )
+
+
+def _all_reduce(arguments: argparse.Namespace) -> int:
+    from . import all_reduce
+
+    return all_reduce.run(
+        device=arguments.device,
+        sizes=arguments.sizes,
+        dtypes=arguments.dtypes,
+        transports=arguments.transports,
+        quick=arguments.quick,
+        json_path=arguments.json,
+        plot_path=arguments.plot,
+    )
+
+
+def _some(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def words(text: str) -> tuple[str, ...]:
+        found = tuple(word.strip() for word in text.split(","))
+        for word in found:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {word!r}")
+        return found
+
+    return words
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)([KMG]?)(i?B)?", word.strip(), re.IGNORECASE)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"expected sizes such as 8,64K,1M, got {word!r}")
+        sizes.append(int(match[1]) * units[match[2].upper()])
+    return tuple(sizes)
