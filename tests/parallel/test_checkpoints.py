@@ -4,16 +4,23 @@ import pytest
 from launching import PROGRAMS
 
 
-def save_and_resume(job, folder, saved, resumed, saved_device="cpu", device="cpu"):
+def save_and_resume(job, folder, saved, resumed, saved_device="cpu", device="cpu", transport="auto"):
     common = (folder, str(saved), saved_device)
-    job(PROGRAMS / "checkpoints.py", "save", *common, saved_device, n=saved, timeout=60).check()
-    job(PROGRAMS / "checkpoints.py", "resume", *common, device, n=resumed, timeout=120).check()
+    environ = {"MPDP_TRANSPORT": transport}
+    program = PROGRAMS / "checkpoints.py"
+    job(program, "save", *common, saved_device, n=saved, timeout=60, environ=environ).check()
+    job(program, "resume", *common, device, n=resumed, timeout=120, environ=environ).check()
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (4, 3), (3, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 1), (2, 2), (3, 3), (4, 3), (3, 2), (4, 1), (1, 4)])
 def test_resume_after_every_update(job, tmp_path, saved, resumed):
     """Bit-equal at the same number of ranks; each sample once and equal to rounding at another (D2, D4, C4, D6)."""
     save_and_resume(job, tmp_path, saved, resumed)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 2), (3, 2)])
+def test_resume_over_mpi(job, tmp_path, saved, resumed):
+    save_and_resume(job, tmp_path, saved, resumed, transport="mpi")
 
 
 @pytest.mark.parametrize(

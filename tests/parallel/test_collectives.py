@@ -1,10 +1,18 @@
-"""The MPI communicator, whatever the piece size and the thread that carries it."""
+"""Every collective, whatever the transport, the piece size and the thread that carries it."""
 
 import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_collective(job, size):
-    result = job(PROGRAMS / "collectives.py", n=size, timeout=60).check()
+@pytest.mark.parametrize("transport", ["mpi", "shared_memory"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_collective(job, size, transport):
+    environ = {"MPDP_TRANSPORT": transport}
+    result = job(PROGRAMS / "collectives.py", n=size, timeout=60, environ=environ).check()
     assert result.output.count("collectives passed on rank") == size
+    assert result.output.count(f", {transport}\n") >= size
+
+
+def test_every_collective_of_a_world_of_one(job):
+    result = job(PROGRAMS / "collectives.py", n=1).check()
+    assert "collectives passed on rank 0 of 1, solo" in result.output

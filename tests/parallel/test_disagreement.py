@@ -6,9 +6,9 @@ import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_difference_is_named_on_all_ranks(job, size):
-    result = job(PROGRAMS / "disagreement.py", "all", n=size).check()
+@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (2, "mpi")])
+def test_every_difference_is_named_on_all_ranks(job, size, transport):
+    result = job(PROGRAMS / "disagreement.py", "all", n=size, environ={"MPDP_TRANSPORT": transport}).check()
     assert result.output.count("passed ") == 25
 
 

@@ -7,6 +7,7 @@ import pytest
 import reference
 from launching import PROGRAMS
 
+KINDS = [("float64", "sgd"), ("float64", "adamw"), ("float32", "sgd")]
 TOLERANCE = {
     ("cpu", "float64"): 1e-12,
     ("cpu", "float32"): 1e-5,
@@ -50,21 +51,28 @@ def expected():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("dtype", "kind"), [("float64", "sgd"), ("float64", "adamw"), ("float32", "sgd")])
+@pytest.mark.parametrize(("dtype", "kind"), KINDS)
 def test_ranks_equal_a_plain_loop(job, expected, tmp_path, size, dtype, kind):
     check(job, expected, tmp_path, size, dtype, kind, "cpu")
 
 
+@pytest.mark.parametrize(("size", "dtype", "kind"), [(3, "float64", "adamw"), (4, "float32", "sgd")])
+def test_ranks_over_mpi_equal_a_plain_loop(job, expected, tmp_path, size, dtype, kind):
+    check(job, expected, tmp_path, size, dtype, kind, "cpu", "mpi")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "kind"), [("float64", "sgd"), ("float64", "adamw"), ("float32", "sgd")])
+@pytest.mark.parametrize(("dtype", "kind"), KINDS)
 def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, size, dtype, kind):
     """Several ranks share one GPU; gradients travel through host memory."""
     check(job, expected, tmp_path, size, dtype, kind, "cuda")
 
 
-def check(job, expected, tmp_path, size, dtype, kind, device):
+def check(job, expected, tmp_path, size, dtype, kind, device, transport="auto"):
     params, losses, epochs, loss, correct = expected(dtype, kind)
-    job(PROGRAMS / "exactness.py", dtype, kind, tmp_path, device, n=size, timeout=120).check()
+    words = dtype, kind, tmp_path, device
+    environ = {"MPDP_TRANSPORT": transport}
+    job(PROGRAMS / "exactness.py", *words, n=size, timeout=120, environ=environ).check()
     result = json.loads((tmp_path / f"n{size}.json").read_text())
     arrays = np.load(tmp_path / f"n{size}.npz")
     tolerance = TOLERANCE[device, dtype]

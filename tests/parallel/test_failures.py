@@ -107,8 +107,9 @@ def judge(result, fault, when, n, form, family):
     return wrong
 
 
-def run(job, fault, when, n, form):
-    return job(FAULTY, fault, when, n=n, form=form, timeout=20, environ={"FAULTY_TIMEOUT": timeout_of(fault)})
+def run(job, fault, when, n, form, transport="auto"):
+    environ = {"FAULTY_TIMEOUT": timeout_of(fault), "MPDP_TRANSPORT": transport}
+    return job(FAULTY, fault, when, n=n, form=form, timeout=20, environ=environ)
 
 
 def timeout_of(fault):
@@ -122,9 +123,20 @@ def test_one_rank_fails(job, fault, when, n, form):
     assert not wrong, f"{wrong}: {result}"
 
 
+@pytest.mark.parametrize(
+    "fault, n, form",
+    [("raise", 3, "mpirun"), ("exit_0", 2, "mpdp run"), ("kill", 3, "mpdp run"), ("stall", 2, "mpirun")],
+)
+def test_one_rank_fails_while_the_others_are_inside_mpi(job, fault, n, form):
+    result = run(job, fault, "middle", n, form, "mpi")
+    wrong = judge(result, fault, "middle", n, form, _family())
+    assert not wrong, f"{wrong}: {result}"
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("form", ["mpirun", "mpdp run"])
-def test_no_rank_fails(job, form):
-    result = job(FAULTY, "nothing", "middle", n=3, form=form).check()
+def test_no_rank_fails(job, form, transport):
+    result = job(FAULTY, "nothing", "middle", n=3, form=form, environ={"MPDP_TRANSPORT": transport}).check()
     assert result.results == [{"steps": 6, "size": 3}] * 3
     assert not REPORT.search(result.output)
 

@@ -61,9 +61,23 @@ def test_one_process_needs_no_launcher_for_the_same_bits(job, outcome):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_chunks(job, outcome, n):
-    """Two numbers have one sum; of three and more an MPI may add the numbers of another cut in another order."""
     ways = outcome(job, n)
-    (assert_equal_bits if n <= 2 else assert_equal_to_rounding)(ways["plain"], ways["chunk_bytes"])
+    assert_equal_bits(ways["plain"], ways["chunk_bytes"])
+
+
+def test_chunks_over_mpi(job, outcome):
+    """Of three numbers and more an MPI may add those of another cut in another order."""
+    ways = outcome(job, 3, MPDP_TRANSPORT="mpi")
+    assert_equal_to_rounding(ways["plain"], ways["chunk_bytes"])
+
+
+def test_transports(job, outcome):
+    """Two numbers have one sum, whoever adds them."""
+    one, other = outcome(job, 2), outcome(job, 2, MPDP_TRANSPORT="mpi")
+    three, others = outcome(job, 3), outcome(job, 3, MPDP_TRANSPORT="mpi")
+    for way in one:
+        assert_equal_bits(one[way], other[way])
+        assert_equal_to_rounding(three[way], others[way])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

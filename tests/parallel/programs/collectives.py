@@ -1,5 +1,6 @@
-"""Every collective of the MPI communicator against formulas in rank and size, also with tiny pieces and a thread."""
+"""Every collective of every transport against formulas in rank and size, also with tiny pieces and a thread."""
 
+import sys
 import threading
 
 import ml_dtypes
@@ -7,44 +8,55 @@ import numpy as np
 
 import mpdp
 from mpdp.comm.mpi import MpiCommunicator
+from mpdp.comm.shared_memory import SharedMemoryCommunicator
 from mpdp.errors import CommunicationError
 
 world = mpdp.init(timeout=20)
 rank, size = world.rank, world.size
+shared = world.transport == "shared_memory"
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.uint8, np.int32, np.int64, np.uint64]
 
 
-def check(comm):
+def check(comm, in_place=False):
+    buffer = comm.allocate(16 << 10)
+
+    def put(values):
+        if not in_place:
+            return values
+        array = buffer.array(values.dtype, values.size, 3 * values.itemsize)  # off a cache line
+        array[...] = values
+        return array
+
     for lane in ("bulk", "urgent"):
         for dtype in DTYPES:
             for length in (0, 1, 3, 127, 129, 1000):
                 base = np.arange(length) % 5
-                mine = (base + rank).astype(dtype)
+                mine = put((base + rank).astype(dtype))
                 comm.all_reduce(mine, lane=lane)
                 assert mine.dtype == dtype
                 assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype)), (
                     dtype,
                     length,
                 )
-                mine = (base + rank).astype(dtype)
+                mine = put((base + rank).astype(dtype))
                 comm.all_reduce(mine, op="max", lane=lane)
                 assert np.array_equal(mine, (base + size - 1).astype(dtype)), (dtype, length)
-                if lane == "bulk" and comm.progress == "thread":
+                if lane == "bulk" and getattr(comm, "progress", "") == "thread":
                     continue
                 for root in range(size):
-                    mine = (base + rank).astype(dtype)
+                    mine = put((base + rank).astype(dtype))
                     comm.broadcast(mine, root=root, lane=lane)
                     assert np.array_equal(mine, (base + root).astype(dtype))
-                    mine = (base + rank).astype(dtype)
+                    mine = put((base + rank).astype(dtype))
                     comm.reduce(mine, root=root, lane=lane)
                     if rank == root:
                         assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype))
                 bounds = [length * r // size for r in range(size + 1)]
-                mine = (base + rank).astype(dtype)
+                mine = put((base + rank).astype(dtype))
                 comm.reduce_scatter(mine, bounds, lane=lane)
                 own = slice(bounds[rank], bounds[rank + 1])
                 assert np.array_equal(mine[own], (base * size + size * (size - 1) // 2).astype(dtype)[own])
-                mine = np.full(length, rank).astype(dtype)
+                mine = put(np.full(length, rank).astype(dtype))
                 comm.all_gather(mine, bounds, lane=lane)
                 for r in range(size):
                     assert np.all(mine[bounds[r] : bounds[r + 1]] == np.array(r, dtype=dtype))
@@ -109,11 +121,11 @@ def check_owner(comm):
     assert errors and "expected calls from the thread that made the communicator" in errors[0]
 
 
-comm = world.comm
-if size > 1:
-    raw = comm._lanes["urgent"]
+def check_mpi():
+    from mpi4py import MPI
+
     for piece_bytes, progress in ((4 << 20, "caller"), (1024, "caller"), (8, "caller"), (1024, "thread")):
-        own = MpiCommunicator(raw, world.activity, piece_bytes=piece_bytes, progress=progress)
+        own = MpiCommunicator(MPI.COMM_WORLD, world.activity, piece_bytes=piece_bytes, progress=progress)
         if piece_bytes > 8:
             check(own)
         check_float_maxima(own)
@@ -121,20 +133,40 @@ if size > 1:
         if progress == "caller":
             check_ring(own)
             other = own.duplicate()
-
             check_owner(other)
             other.close()
         own.close()
-else:
-    comm.progress = "caller"
-    check(comm)
-
-if size > 1:
-    own = MpiCommunicator(raw, world.activity, progress="thread")
+    own = MpiCommunicator(MPI.COMM_WORLD, world.activity, progress="thread")
     arrays = [np.full(100_000, float(rank + i)) for i in range(4)]
     for request in [own.start_all_reduce(array) for array in arrays]:
         request.wait()
     for i, array in enumerate(arrays):
         assert np.all(array == size * (size - 1) / 2 + i * size)
     own.close()
-print(f"collectives passed on rank {rank} of {size}", flush=True)
+
+
+def check_shared_memory():
+    from mpi4py import MPI
+
+    for small_bytes, piece_bytes in ((16 << 10, 256 << 10), (64, 1024), (64, 64)):
+        mpi = MpiCommunicator(MPI.COMM_WORLD, world.activity)
+        own = SharedMemoryCommunicator(mpi, small_bytes=small_bytes, piece_bytes=piece_bytes)
+        for in_place in (False, True):
+            check(own, in_place)
+        check_float_maxima(own)
+        check_half_sums(own)
+        check_ring(own)
+        other = own.duplicate()
+        check_owner(other)
+        other.close()
+        own.close()
+
+
+comm = world.comm
+if size == 1:
+    check(comm)
+elif shared:
+    check_shared_memory()
+else:
+    check_mpi()
+sys.stdout.write(f"collectives passed on rank {rank} of {size}, {world.transport}\n")
