@@ -44,6 +44,7 @@ class World:
         axes: name to number of ranks along it; ``{"data": size}``.
         activity: what this rank is doing, for reports.
         transport: how bytes move.
+        transport_reason: why so.
         ranks_per_device: most ranks that share one GPU, anywhere in the world; 1 on CPUs.
     """
 
@@ -60,6 +61,7 @@ class World:
     transport: str
     axes: dict[str, int]
     ranks_per_device: int = 1
+    transport_reason: str = "a world of one"
     _communicators: dict[str, Communicator] = field(repr=False, default_factory=dict)
 
     def axis(self, name: str) -> Communicator:
@@ -250,8 +252,9 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
 
     comm, reason = choose(wanted, control, chosen, place[3], log)
     world = _world(comm, chosen, timeout, activity, place, comm.transport)
+    world.transport_reason = reason
     world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
-    _announce(world, why, reason)
+    _announce(world, why)
     return world
 
 
@@ -378,7 +381,7 @@ def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_n
     guard.current.attach(ring)
 
 
-def _announce(world: World, why: str, reason: str) -> None:
+def _announce(world: World, why: str) -> None:
     """Say once what the job runs as, and warn where ranks will fight for GPUs or threads for cores."""
     if why:
         world.log("info", f"device {world.device} on rank 0: {why}")
@@ -393,7 +396,7 @@ def _announce(world: World, why: str, reason: str) -> None:
     world.log(
         "info",
         f"world of {world.size} ranks on {world.num_nodes} {'node' if world.num_nodes == 1 else 'nodes'}, "
-        f"transport {world.transport} ({reason}), device {world.device.kind}, "
+        f"transport {world.transport} ({world.transport_reason}), device {world.device.kind}, "
         f"{own} {'core' if own == 1 else 'cores'} in reach of a rank, "
         f"{count} BLAS {'thread' if count == 1 else 'threads'} a rank",
     )

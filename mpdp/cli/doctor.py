@@ -221,6 +221,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         "ranks_per_node": max(sum(r["node"] == node for r in ranks) for node in range(world.num_nodes)),
         "ranks_per_gpu": world.ranks_per_device,
         "transport": world.transport,
+        "transport_reason": world.transport_reason,
         "thread_level": levels.get(MPI.Query_thread(), "unknown"),
         "by_rank": [{k: v for k, v in r.items() if k != "problems"} for r in ranks],
     }
@@ -290,7 +291,8 @@ def _table(report: dict[str, Any]) -> str:
         lines.append(f"CuPy {gpus['cupy']}, CUDA {gpus['cuda']}, driver {gpus['driver']}")
     if job is not None:
         lines.append(
-            f"job: {job['ranks']} ranks on {job['nodes']} nodes by {job['launcher']}, transport {job['transport']}, "
+            f"job: {job['ranks']} ranks on {job['nodes']} nodes by {job['launcher']}, transport {job['transport']} "
+            f"({job['transport_reason']}), "
             f"thread level {job['thread_level']}, {job['ranks_per_gpu']} ranks a GPU at most"
         )
         for r in job["by_rank"]:

@@ -123,6 +123,15 @@ class Communicator(ABC):
             finally:
                 self.activity.leave()
 
+    def all_reduce_both(self, maxima: Any, sums: Any) -> None:
+        """Replace one array by the maximum over ranks and another by the sum, on the urgent lane.
+
+        **Collective.** What the step record is carried with: as :meth:`all_reduce` of each, in one message where a
+        transport can do that.
+        """
+        self.all_reduce(maxima, op="max", lane="urgent")
+        self.all_reduce(sums, op="sum", lane="urgent")
+
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         """Start :meth:`all_reduce`; the array belongs to the communicator until ``wait()`` returns.
 

@@ -65,6 +65,31 @@ class DirectCommunicator(Communicator):
 
     # -- calls
 
+    def all_reduce_both(self, maxima: Any, sums: Any) -> None:
+        self._check(maxima, "urgent", "max")
+        self._check(sums, "urgent", "sum")
+        lane = self._lane("urgent")
+        first, start = maxima.size, -(-maxima.nbytes // sums.itemsize)
+        if start * sums.itemsize + sums.nbytes > lane.small_bytes or device_of(maxima) != CPU:
+            super().all_reduce_both(maxima, sums)
+            return
+        self._enter("all_reduce", "urgent")
+        try:
+            while lane.announced:
+                self._carry_out_first(lane)
+            ours = [slot[:first] for slot in lane.next_slots(maxima.dtype)]
+            theirs = [slot[start : start + sums.size] for slot in lane.next_slots(sums.dtype)]
+            ours[self.rank][...] = maxima
+            theirs[self.rank][...] = sums
+            signature = sign("all_reduce", "max", maxima, sums.size)
+            number = lane.post(signature)
+            self._meet(lane, number, signature)
+            lane.combiner.combine_few("max", ours, maxima)
+            lane.combiner.combine_few("sum", theirs, sums)
+            lane.flags.post(DONE, number)
+        finally:
+            self.activity.leave()
+
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         self._check(array, lane, op)
         small = array.nbytes <= self._lanes[lane].small_bytes

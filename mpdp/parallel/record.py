@@ -21,7 +21,7 @@ from ..errors import DisagreementError, on_all_ranks
 
 _SUMS = 4
 _EQUAL = ("kind", "step", "layout")
-_ANY = np.iinfo(np.int64).min  # loses every maximum: "this rank does not care"
+_ANY = -(2**63)  # loses every maximum: "this rank does not care"
 
 
 class Kind(IntEnum):
@@ -89,7 +89,7 @@ def exchange(
 ) -> Agreed:
     """Exchange one step record.
 
-    **Collective.** Two small messages on the urgent lane.
+    **Collective.** One or two small messages on the urgent lane.
 
     Args:
         comm: the ranks.
@@ -107,20 +107,18 @@ def exchange(
     if comm.size == 1:
         return Agreed(tuple(float(x) for x in sums), used is not None, stop, changed)
     values = (int(kind), step, layout, used)
-    extremes = np.full(2 * len(values) + 3, _ANY, dtype=np.int64)
-    for i, value in enumerate(values):
-        if value is not None:
-            extremes[2 * i], extremes[2 * i + 1] = value, ~value
-    extremes[-3:] = used is None, stop, changed
-    comm.all_reduce(extremes, op="max", lane="urgent")
-    totals = np.zeros(_SUMS, dtype=np.float64)
-    totals[: len(sums)] = sums
-    comm.all_reduce(totals, op="sum", lane="urgent")
-    agreed = [extremes[2 * i] == ~extremes[2 * i + 1] or extremes[2 * i] == _ANY for i in range(len(values))]
+    mine = [int(used is None), int(stop), int(changed)]
+    for value in values:
+        mine += (_ANY, _ANY) if value is None else (value, ~value)
+    maxima = np.array(mine, dtype=np.int64)
+    totals = np.array((*sums, *[0.0] * (_SUMS - len(sums))), dtype=np.float64)
+    comm.all_reduce_both(maxima, totals)
+    unused, any_stop, any_changed, *extremes = maxima.tolist()
+    agreed = [high == ~low or high == _ANY for high, low in zip(extremes[::2], extremes[1::2])]
     if not all(agreed[: len(_EQUAL)]):
         _raise_difference(comm, kind, step, layout)
-    used_equal = bool(agreed[len(_EQUAL)]) and not extremes[-3]
-    return Agreed(tuple(totals[: len(sums)].tolist()), used_equal, bool(extremes[-2]), bool(extremes[-1]))
+    used_equal = agreed[len(_EQUAL)] and not unused
+    return Agreed(tuple(totals.tolist()[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
 
 
 def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:

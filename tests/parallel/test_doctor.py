@@ -14,6 +14,9 @@ def test_the_job_is_described_once(job, tmp_path, size):
     assert result.rc == (1 if report["problems"] else 0), f"{result}"
     assert report["job"]["ranks"] == size
     assert report["job"]["nodes"] == 1
+    assert report["job"]["transport_reason"].startswith(
+        "all ranks are on one node" if size > 1 else "a world of one"
+    )
     assert report["job"]["thread_level"] == "multiple"
     assert [r["rank"] for r in report["job"]["by_rank"]] == list(range(size))
     assert result.output.count("packages:") == 1

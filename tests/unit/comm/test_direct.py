@@ -231,3 +231,18 @@ def test_memory_that_nobody_looks_at_any_more_is_forgotten():
         return len(comm._regions)
 
     assert run(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("length", [3, 5000])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_maximum_and_a_sum_together(size, length, dtype):
+    def body(comm):
+        maxima = np.arange(length) * (comm.rank + 1)
+        sums = values(comm.rank, 7, dtype)
+        comm.all_reduce_both(maxima, sums)
+        assert np.array_equal(maxima, np.arange(length) * size)
+        assert np.array_equal(sums, total(size, 7, dtype))
+        return comm.activity.count
+
+    assert run(size, body) == [1 if length == 3 else 2] * size
