@@ -241,6 +241,7 @@ def _row(
         "dtype": dtype,
         "us": seconds * 1e6,
         "quartiles_us": [low * 1e6, high * 1e6],
+        "fastest_us": min(times) * 1e6,
         "algbw": algbw,
         "busbw": algbw * 2 * (world.size - 1) / world.size,
         # Both move n buffers: a copy reads and writes each once, an all-reduce too.

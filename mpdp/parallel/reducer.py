@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..comm.base import Communicator, Request
 from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
-from .record import Kind, exchange
+from .record import Agreed, Kind, exchange
 
 FlushPlan = Mapping[int, Callable[[], None]]
 
@@ -143,19 +143,25 @@ class Reducer:
             upto[position] = chunk + 1
         return {position: partial(self.flush, count) for position, count in upto.items()}
 
-    def open(self) -> None:
+    def open(self, sums: Sequence[float] = ()) -> Agreed | None:
         """Agree with all ranks that they are in the same step, once a step, before its first chunk. **Collective.**
 
         Calls ``opening`` where the owner has set it for this step; a reducer used by hand exchanges its own record.
+
+        Args:
+            sums: numbers to add over ranks with that record.
+
+        Returns:
+            The record; None if it was ``opening``'s, or exchanged before.
         """
         if self._opened:
-            return
+            return None
         self._opened = True
         if self.opening is not None:
             opening, self.opening = self.opening, None
             opening()
-        else:
-            exchange(self.comm, Kind.REDUCE, self.step, layout=self.arena.layout.digest)
+            return None
+        return exchange(self.comm, Kind.REDUCE, self.step, sums=sums, layout=self.arena.layout.digest)
 
     def flush(self, upto: int) -> None:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
@@ -206,15 +212,14 @@ class Reducer:
         """
         bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
+        sums = (0.0 if bad else count or 0.0, count is None, bad, 1)
+        agreed = self.open(sums)
         self.wait()
-        agreed = exchange(
-            self.comm,
-            Kind.FINISH,
-            step,
-            sums=(0.0 if bad else count or 0.0, count is None, bad),
-            layout=self.arena.layout.digest,
-        )
-        total, without, wrong = agreed.sums
+        if (
+            agreed is None or agreed.sums[-1] != self.comm.size
+        ):  # some rank has opened the step before it came here
+            agreed = exchange(self.comm, Kind.FINISH, step, sums=sums, layout=self.arena.layout.digest)
+        total, without, wrong, _ = agreed.sums
         if wrong:
             agree(self.comm, _bad_count(count) if bad else None)
         if without not in (0, self.comm.size):

@@ -6,38 +6,14 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from thread_ranks import run
 
 from mpdp.comm.activity import Activity
-from mpdp.comm.thread_memory import Meeting, ThreadCommunicator
 from mpdp.errors import CommunicationError, RankFailedError
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.uint8, np.int32, np.int64, np.uint64]
 LENGTHS = [0, 1, 3, 127, 128, 129, 1023, 1025]
 CUTS = [{}, {"small_bytes": 64, "piece_bytes": 1024}]
-
-
-def run(size, body, **arguments):
-    """Return what ``body(comm)`` returns on each rank, each in a thread; raises what a rank raised."""
-    meeting = Meeting(size)
-    results, errors = [None] * size, [None] * size
-
-    def work(rank):
-        try:
-            results[rank] = body(ThreadCommunicator(meeting, rank, **arguments))
-        except BaseException as error:
-            errors[rank] = error
-            meeting.abort()
-
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    for error in errors:
-        if error is not None and not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return results
 
 
 def values(rank, length, dtype):
