@@ -207,7 +207,14 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self.optimizer.lr * float(self.schedule(self.step_count))
+        factor = self.schedule(self.step_count)
+        try:
+            return self.optimizer.lr * float(factor)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
+                "return a factor on the learning rate"
+            ) from error
 
     @property
     def run_dir(self) -> Path | None:

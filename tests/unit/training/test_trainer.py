@@ -349,10 +349,69 @@ def test_nothing_to_train():
 def test_a_loss_of_another_form_is_an_error():
     for loss, error, message in (
         (lambda o, y: 3.0, TypeError, r"loss: expected a scalar Tensor"),
+        (lambda o, y: None, TypeError, r"loss: expected a scalar Tensor.* got NoneType"),
         (lambda o, y: o, ValueError, r"loss: expected a scalar, got shape \(4, 3\)"),
     ):
         with pytest.raises(error, match=message):
             trainer(loss=loss).fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_loss_without_a_value_is_an_error_in_every_update():
+    x, y = np.ones((4, 4), "float32"), np.zeros(4, int)
+    values = [nn.cross_entropy, lambda output, target: None]
+    t = trainer(loss=lambda output, target: values[t.step_count](output, target))
+    t.step((x, y))
+    with pytest.raises(TypeError, match=r"loss: expected a scalar Tensor.* got NoneType"):
+        t.step((x, y))
+    assert t.step_count == 1
+
+
+def test_a_loss_that_leads_to_no_parameter_is_an_error():
+    x, y = np.ones((4, 4), "float32"), np.zeros(4, int)
+    for loss in (lambda o, y: nn.cross_entropy(o.data, y), lambda o, y: autodiff.Tensor(o.data).mean()):
+        t = trainer(loss=loss)
+        with pytest.raises(ValueError, match=r"loss: expected one that depends on a trainable parameter"):
+            t.step((x, y))
+        assert t.step_count == 0
+    ignored = trainer()
+    assert ignored.step((x, y - 100)) == 0.0  # nothing counts, so nothing has to depend on anything
+
+
+def test_a_model_without_an_output_is_an_error():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.layer(x)
+
+    with pytest.raises(TypeError, match=r"model: expected an output, got None; return it from forward"):
+        trainer(model=Forgetful()).fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_loss_of_one_element_is_a_scalar():
+    whole, kept = trainer(), trainer(loss=lambda o, y: nn.cross_entropy(o, y).reshape(1))
+    for t in (whole, kept):
+        t.fit(dataset(), epochs=1, global_batch_size=4)
+    assert np.array_equal(host(whole.model.weight), host(kept.model.weight))
+    assert kept.evaluate(dataset())["loss"] == pytest.approx(whole.evaluate(dataset())["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -1.0, None, "x"])
+def test_a_learning_rate_that_is_none_stops_before_anything_is_updated(factor):
+    t = trainer(schedule=lambda update: 1.0 if update == 0 else factor)
+    batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
+    t.step(batch)
+    before = host(t.model.weight).copy()
+    with pytest.raises((ValueError, TypeError), match=r"(lr|schedule): expected a .*number"):
+        t.step(batch)
+    assert t.step_count == 1
+    assert np.array_equal(host(t.model.weight), before)
+    t.schedule = optim.constant()
+    again = trainer()
+    again.step(batch)
+    assert again.step(batch) == t.step(batch)  # what was broken off left nothing behind
+    assert np.array_equal(host(t.model.weight), host(again.model.weight))
 
 
 def test_a_float32_model_is_widened_on_request():
