@@ -280,8 +280,11 @@ class Trainer:
         self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
         self._fitting = True
+        done = self.step_count
         try:
             FitLoop(self, plan, progress).run()
+            if self.step_count > done:
+                self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
             self.folder.flush()
