@@ -7,6 +7,7 @@ Owns the arguments of the command. What the line holds is :mod:`.command`'s, whi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -91,12 +92,25 @@ def main(arguments: Sequence[str]) -> int:
     if options.dry_run:
         print(command)
         return 0
-    print(f"mpdp run: {command}", file=sys.stderr, flush=True)
+    hold_streams()
+    with contextlib.suppress(OSError):  # a full disk behind stderr
+        print(f"mpdp run: {command}", file=sys.stderr, flush=True)
     if options.exec:
         os.execve(command.words[0], command.words, {**os.environ, **command.settings})
     from .supervise import supervise
 
     return supervise(command, _ranks(options))
+
+
+def hold_streams() -> None:
+    """Open what was closed of stdin, stdout and stderr on nothing: MPICH's mpirun fails without. **Local.**"""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for number in range(3):
+        os.set_inheritable(number, True)
 
 
 def _ranks(options: argparse.Namespace) -> int:

@@ -264,7 +264,8 @@ class _Job:
         return code
 
     def _say(self, text: str) -> None:
-        print(f"mpdp run: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk behind stderr
+            print(f"mpdp run: {text}", file=sys.stderr, flush=True)
 
 
 def _age(path: Path) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import json
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -18,13 +19,14 @@ from .. import errors
 from .base import Communicator
 
 T = TypeVar("T")
+_TRACEBACK_CHARACTERS = 4000  # each rank holds those of all
 
 
 def agree(comm: Communicator, error: BaseException | None) -> None:
     """Raise on every rank if any rank brings an error; return otherwise.
 
     **Collective.** The message is that of the lowest failing rank and names the ranks; the rank whose own
-    error it is raises it from that one. The exception has ``agreed = True``.
+    error it is raises it from that one, and the others note its traceback. The exception has ``agreed = True``.
 
     Args:
         comm: the ranks that agree.
@@ -38,14 +40,18 @@ def agree(comm: Communicator, error: BaseException | None) -> None:
     comm.all_reduce(failed, op="max", lane="urgent")
     if not failed[0]:
         return
-    mine = None if error is None else [type(error).__name__, str(error)]
+    mine = None if error is None else [type(error).__name__, _message(error), _traceback(error)]
     texts = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(mine).encode())]
     ranks = [rank for rank, text in enumerate(texts) if text is not None]
-    name, message = texts[ranks[0]]
+    name, message, *trace = texts[ranks[0]]
     where = (
         "on every rank" if len(ranks) == comm.size else f"on rank {', '.join(map(str, ranks))} of {comm.size}"
     )
-    raise errors.on_all_ranks(_rebuild(name, f"{message} ({where})")) from error
+    raised = errors.on_all_ranks(_rebuild(name, f"{message} ({where})"))
+    if error is None:
+        for text in trace:
+            raised.add_note(f"on rank {ranks[0]}:\n{text.rstrip()}")
+    raise raised from error
 
 
 def together(comm: Communicator, call: Callable[[], T]) -> T:
@@ -114,6 +120,18 @@ def _first_difference(what: str, tables: list[list[list[str]]]) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))} and more"
+
+
+def _message(error: BaseException) -> str:
+    """Return an error's message; a KeyError's str() is that of its repr."""
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        return str(error.args[0])
+    return str(error)
+
+
+def _traceback(error: BaseException) -> str:
+    """Return an error's traceback with its notes, of which the end says most."""
+    return "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
 
 
 def _rebuild(name: str, message: str) -> Exception:

@@ -201,10 +201,11 @@ def _members(root: Module) -> Iterator[tuple[str, Any]]:
             stack.pop()
             continue
         name, value = item
-        if isinstance(value, Parameter | Buffer | Module):
-            if id(value) in seen:
+        if isinstance(value, Parameter | Buffer | Module | list | tuple | dict):
+            if id(value) in seen:  # tied, or a container that holds itself
                 continue
             seen.add(id(value))
+        if isinstance(value, Parameter | Buffer | Module):
             if name in names:
                 raise ValueError(
                     f"module: expected one member a name, got two named {name!r}; rename one of them"

@@ -309,6 +309,13 @@ class DataParallel:
         if not math.isfinite(loss_sum):
             self._raise_non_finite_loss(loss_sum)
         used = plan.used if agreed.used_equal else self._agree_used(plan.used)
+        if count > 0 and not used.any():
+            raise on_all_ranks(
+                ValueError(
+                    f"loss: expected one that depends on a trainable parameter at step {self.step_count}, got one that "
+                    "depends on none, on any rank; compute it from the model's output, not from its .data"
+                )
+            )
         self._used = None if used.all() else used
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
@@ -358,7 +365,7 @@ class DataParallel:
 
         Raises:
             NonFiniteError: on all ranks, when the reduced gradient is NaN or infinite; nothing is updated.
-            ValueError: no ``backward`` before it, or another optimizer than before.
+            ValueError: no ``backward`` before it, another optimizer than before, or a rate or norm out of range.
         """
         if self._agreed is None:
             raise ValueError(
@@ -366,6 +373,13 @@ class DataParallel:
                 "call backward on every rank, with None where there is no sample"
             )
         self.bind_optimizer(optimizer)
+        lr = optimizer.lr if lr is None else lr
+        if not 0.0 <= lr < math.inf:  # NaN too: the weights would be lost, and the next checkpoint with them
+            raise ValueError(
+                f"lr: expected a finite number of 0 or more at step {self.step_count}, got {lr}; look at the schedule"
+            )
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm: expected a number above 0, got {clip_norm}; None does not clip")
         count, loss_sum = self._agreed
         gradient = self.arena.array
         kernel = self._kernels
@@ -382,7 +396,7 @@ class DataParallel:
                     0,
                     self.layout.trainable_size,
                     scale=scale,
-                    lr=optimizer.lr if lr is None else lr,
+                    lr=lr,
                     used=self._used,
                 )
                 optimizer.finish_update(self._used)

@@ -18,7 +18,7 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
     if isinstance(loss, tuple) and len(loss) == 2:
         total, count = loss
         if isinstance(total, Tensor) and total.size == 1:
-            return total, 1.0, _checked(float(count.data if isinstance(count, Tensor) else count))
+            return _scalar(total), 1.0, _checked(float(count.data if isinstance(count, Tensor) else count))
     elif isinstance(loss, Tensor):
         count = getattr(loss, "count", None)
         if count is not None and isinstance(loss.sum, Tensor):
@@ -34,7 +34,7 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
                 "or pass count="
             )
         count = _checked(float(samples_seen))
-        return loss, count, count
+        return _scalar(loss), count, count
     raise TypeError(
         "loss: expected a scalar Tensor, a loss of mpdp.nn or a pair (sum, count) with a Tensor sum, "
         f"got {type(loss).__name__}; return one of these"
@@ -48,6 +48,11 @@ def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if shape:
             return int(shape[0])
     raise ValueError("inputs: expected an array with a leading sample dimension, got none; pass one")
+
+
+def _scalar(total: Tensor) -> Tensor:
+    """Return a tensor of one element in the shape ()."""
+    return total if total.shape == () else total.reshape(())
 
 
 def _checked(count: float) -> float:

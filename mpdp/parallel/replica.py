@@ -82,14 +82,16 @@ class Replica:
         self.parameters: dict[str, Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, Buffer] = dict(model.named_buffers())
         self.dtype = _one_dtype(self.parameters)
-        self.reduce_dtype = np.dtype(
-            reduce_dtype or ("float32" if self.dtype.name == "float16" else self.dtype)
-        )
-        if self.reduce_dtype.name not in ("float16", "float32", "float64"):
+        wanted = reduce_dtype or ("float32" if self.dtype.name == "float16" else self.dtype)
+        try:
+            dtype = np.dtype(wanted)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype.name not in ("float16", "float32", "float64"):
             raise ValueError(
-                f"reduce_dtype: expected float16, float32 or float64, got {self.reduce_dtype.name}; "
-                "gradients are floats"
+                f"reduce_dtype: expected float16, float32 or float64, got {wanted!r}; gradients are floats"
             )
+        self.reduce_dtype = dtype
 
     def describe(self) -> dict[str, str]:
         """Return what must be equal on all ranks: parameters in order, dtypes, chunking. **Local.**"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,14 @@ def check(
         )
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
+    if run_dir is not None and not isinstance(run_dir, (str, os.PathLike)):
+        raise TypeError(f"run_dir: expected a path, got {type(run_dir).__name__}; pass a str or Path")
     for callback in callbacks:
+        if isinstance(callback, type):
+            raise TypeError(
+                f"callbacks: expected objects with the methods of mpdp.Callback, got the class {callback.__name__}; "
+                "call it"
+            )
         for method in ("on_step", "on_epoch", "on_validation", "on_checkpoint", "on_exception"):
             if not callable(getattr(callback, method, None)):
                 raise TypeError(

@@ -89,6 +89,7 @@ def write(root: Path, step: int, tensors: Mapping[str, np.ndarray], state: Mappi
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary / part, (temporary / MANIFEST).stat().st_mode)  # safetensors ignores the umask
         _flush(temporary)
         final = root / f"step-{step:010d}-{serial:06d}"
         os.rename(temporary, final)
@@ -138,7 +139,7 @@ def read(path: Path) -> Checkpoint:
                     f"checkpoint {path}: expected file names inside it, got {name!r}; it was tampered with"
                 )
         return Checkpoint(path, int(manifest["step"]), int(manifest["serial"]), manifest["state"], tensors)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {path}: expected a manifest in JSON, got a torn one ({error}); take another checkpoint"
         ) from error

@@ -6,6 +6,7 @@ of batches; no collective happens until all have seen theirs.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from ..nn import Module
 from ..parallel.forms import split_loss
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]
+_TAKEN = ("kind", "epoch", "step", "loss", "validation_loss")  # by the rows of the history and the log
 
 
 class Tally:
@@ -41,8 +43,15 @@ class Tally:
     def add_metrics(self, output: Any, target: Any) -> None:
         """Add one micro-batch's metrics. **Local.**"""
         for i, metric in enumerate(self.metrics):
-            total, count = metric(output, target)
-            self.values[1 + i] += (_number(total), _number(count))
+            pair = metric(output, target)
+            try:
+                total, count = pair
+                self.values[1 + i] += (_number(total), _number(count))
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"metrics: expected a pair (sum, count) of numbers from {metric_name(metric)}, "
+                    f"got {type(pair).__name__} {reprlib.repr(pair)}; return a sum and how many things it is over"
+                ) from error
 
     def reduced(self, comm: Communicator) -> dict[str, float]:
         """Return the global means by name; NaN where nothing was counted. **Collective.**"""
@@ -112,9 +121,9 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
             )
         names.append(metric_name(metric))
     for name in names:
-        if names.count(name) > 1 or name in ("loss", "epoch", "step"):
+        if names.count(name) > 1 or name in _TAKEN:
             raise ValueError(
-                f"metrics: expected distinct names other than loss, epoch and step, got {name!r}; rename it"
+                f"metrics: expected distinct names other than {', '.join(_TAKEN)}, got {name!r}; rename it"
             )
 
 

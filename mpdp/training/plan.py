@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..data import batches, check_dataset
@@ -44,7 +45,7 @@ class FitPlan:
         if self.epochs is None and self.updates is None:
             raise ValueError("epochs: expected epochs= or updates=, got neither; say when to stop")
         for name, value in (("epochs", self.epochs), ("updates", self.updates)):
-            if value is not None and (not isinstance(value, int) or value < 0):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}; pass an int")
         size = self.global_batch_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -57,20 +58,25 @@ class FitPlan:
                 f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}; accumulate less"
             )
         check_metrics(self.metrics)
-        if len(self.dataset) == 0:
+        if self.length == 0:
             raise ValueError(
                 "dataset: expected at least one sample, got an empty data set; check where it comes from"
             )
         if self.per_epoch == 0:
             raise ValueError(
-                f"global_batch_size: expected at most the {len(self.dataset)} samples of the data set with "
+                f"global_batch_size: expected at most the {self.length} samples of the data set with "
                 f"drop_last, got {size}; lower it or keep the short batch"
             )
 
-    @property
+    @cached_property
+    def length(self) -> int:
+        """Samples of the data set when ``fit`` was called; it may grow meanwhile."""
+        return len(self.dataset)
+
+    @cached_property
     def per_epoch(self) -> int:
         """Updates in an epoch."""
-        return len(batches(len(self.dataset), self.global_batch_size, self.drop_last))
+        return len(batches(self.length, self.global_batch_size, self.drop_last))
 
     @property
     def total(self) -> int:
@@ -93,12 +99,12 @@ class FitPlan:
 
     def samples(self, batch: int) -> int:
         """Return the number of samples in the global batch ``batch`` of an epoch."""
-        return min(self.global_batch_size, len(self.dataset) - batch * self.global_batch_size)
+        return min(self.global_batch_size, self.length - batch * self.global_batch_size)
 
     def order(self) -> dict[str, Any]:
         """Return what decides which samples stand in which global batch."""
         return {
-            "length of the data set": len(self.dataset),
+            "length of the data set": self.length,
             "global_batch_size": self.global_batch_size,
             "shuffle": bool(self.shuffle),
             "drop_last": bool(self.drop_last),

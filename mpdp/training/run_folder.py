@@ -89,12 +89,10 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
         log = path / "log.jsonl"
-        lines = (
-            log.read_text(encoding="utf-8").splitlines(keepends=True) if keep_rows and log.exists() else []
-        )
+        lines = log.read_bytes().splitlines(keepends=True) if keep_rows and log.exists() else []
         kept = lines[:keep_rows]
         temporary = log.with_suffix(".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, log)
         self.rows = len(kept)
         self._log = log

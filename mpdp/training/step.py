@@ -17,6 +17,7 @@ from ..data import MicroBatch, map_arrays, share, split_batch
 from ..device import Device
 from ..optim import Optimizer
 from ..parallel.data_parallel import DataParallel
+from ..parallel.forms import split_loss
 from . import arguments
 from .evaluation import Tally
 
@@ -61,9 +62,13 @@ class EagerStep:
         if not part.count:
             return None
         output = self.forward(part)
+        if output is None:
+            raise TypeError("model: expected an output, got None; return it from forward")
         if unchecked is not None:
             arguments.check_labels(self.loss_function, unchecked, output)
         loss = self.loss_function(output, part.target)
+        if loss is None or unchecked is not None:
+            split_loss(loss, part.count)  # None would pass for a share without samples
         if tally is not None:
             tally.add_metrics(output, part.target)
         return loss
@@ -93,10 +98,10 @@ class EagerStep:
                 loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
                 self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
                 part.release()
+            return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
         except BaseException:
             self.parallel.abandon()
             raise
-        return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
 
 
 def take_apart(batch: Any, device: Device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

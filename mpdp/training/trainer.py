@@ -143,7 +143,7 @@ class Trainer:
         self.save_every = arguments.plain(save_every)
         self.keep = keep
         self.callbacks = tuple(callbacks)
-        self._stop_asked = self._stop_agreed = False
+        self._stop_asked = self._stop_agreed = self._fitting = False
         self.loss = self._last_lr = float("nan")
         self.parallel = DataParallel(
             model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=self.seed
@@ -207,7 +207,14 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        return self.optimizer.lr * float(self.schedule(self.step_count))
+        factor = self.schedule(self.step_count)
+        try:
+            return self.optimizer.lr * float(factor)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
+                "return a factor on the learning rate"
+            ) from error
 
     @property
     def run_dir(self) -> Path | None:
@@ -252,6 +259,7 @@ class Trainer:
             ValueError, TypeError: a bad argument, sample or label, on all ranks.
             DisagreementError: ranks differ in arguments, length of the data or steps, on all ranks.
         """
+        self._refuse_inside_fit("fit")
         comm = self.world.axis("data")
         plan = FitPlan(
             dataset,
@@ -271,14 +279,26 @@ class Trainer:
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
+        self._fitting = True
+        done = self.step_count
         try:
             FitLoop(self, plan, progress).run()
+            if self.step_count > done:
+                self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
             self.folder.flush()
         finally:
+            self._fitting = False
             progress.close()
         return self.history
+
+    def _refuse_inside_fit(self, call: str) -> None:
+        """Refuse a call that would move the place in the data while a loop of ``fit`` runs. **Local.**"""
+        if self._fitting:
+            raise ValueError(
+                f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
+            )
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
@@ -424,6 +444,7 @@ class Trainer:
         Raises:
             CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
         """
+        self._refuse_inside_fit("resume")
         if path is None:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(self, None if path is None else Path(path))

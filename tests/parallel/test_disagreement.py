@@ -9,7 +9,7 @@ from launching import PROGRAMS
 @pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (2, "mpi")])
 def test_every_difference_is_named_on_all_ranks(job, size, transport):
     result = job(PROGRAMS / "disagreement.py", "all", n=size, environ={"MPDP_TRANSPORT": transport}).check()
-    assert result.output.count("passed ") == 25
+    assert result.output.count("passed ") == 26
 
 
 def test_an_agreed_error_that_nobody_catches_is_printed_once(job):

@@ -190,6 +190,16 @@ def weights_changed():
     t.check_replicas()
 
 
+def rate_changed_in_training():
+    class Change(mpdp.Callback):
+        def on_step(self, t):
+            if odd and t.step_count == 3:
+                t.optimizer.lr *= 2
+
+    t = trainer(callbacks=[Change()])
+    t.fit(dataset, epochs=2, global_batch_size=4)  # ends before the check of update 10
+
+
 EXPECTED = {
     "width": "model: expected the same parameter wide.weight on all ranks, got float32[32, 4] on rank 0",
     "layer": "model: expected the same number of parameters on all ranks, got 8 on rank 0",
@@ -218,6 +228,7 @@ EXPECTED = {
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
     f"out.bias on rank {size - 1}",
+    "rate_changed_in_training": "expected equal bits on all ranks after step 6, got a different weight of",
 }
 
 if kind == "list":

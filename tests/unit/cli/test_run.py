@@ -1,5 +1,8 @@
 """`mpdp run`: arguments and their errors, with the search for an MPI replaced."""
 
+import io
+import os
+import subprocess
 import sys
 
 import pytest
@@ -93,3 +96,31 @@ def test_a_missing_mpi_is_one_clear_line(script, monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "mpdp run: error: MPI: expected a library that mpi4py can load, got none; install one\n"
     )
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+def test_closed_streams_are_held_open(closed):
+    """mpirun fails on a descriptor that is closed, and pipes of its own would take the place of one."""
+    code = (
+        "import os, sys; from mpdp.cli.run import hold_streams; hold_streams(); "
+        "sys.exit(os.open(os.devnull, os.O_RDONLY) - 3)"
+    )
+
+    def close():
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=close, check=False, timeout=60)
+    assert done.returncode == 0
+
+
+def test_a_stream_that_takes_nothing_does_not_stop_the_job(script, mpich, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    started = []
+    monkeypatch.setattr("mpdp.cli.supervise.supervise", lambda command, n: started.append(n) or 0)
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert run.main(["-n", "3", script]) == 0
+    assert started == [3]

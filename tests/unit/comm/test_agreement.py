@@ -1,6 +1,7 @@
 """Agreements, with a stand-in for the other ranks; tests/parallel runs them on real ones."""
 
 import json
+import traceback
 
 import numpy as np
 import pytest
@@ -47,6 +48,44 @@ def test_the_error_of_another_rank_is_raised_here_with_its_class_and_rank():
     assert caught.value.agreed
     with pytest.raises(CheckpointError, match=r"torn \(on rank 1 of 2\)"):
         agree(Pretended([1], [None, ["CheckpointError", "torn"]]), None)
+
+
+def test_the_traceback_of_another_rank_comes_along():
+    text = 'Traceback (most recent call last):\n  File "mine.py", line 3\nValueError: bad\n'
+    with pytest.raises(ValueError) as caught:
+        agree(Pretended([1], [None, ["ValueError", "bad", text]]), None)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "on rank 1:\n" + text.rstrip() in shown
+
+
+def test_a_rank_sends_its_traceback_with_notes_and_not_without_end():
+    sent = []
+
+    class Listening(Pretended):
+        def all_gather_bytes(self, data):
+            sent.append(json.loads(data))
+            return super().all_gather_bytes(data)
+
+    def fail(depth):
+        if depth:
+            fail(depth - 1)
+        error = OSError("disk")
+        error.add_note("while loading sample 7")
+        raise error
+
+    for depth in (1, 900):
+        with pytest.raises(OSError, match="disk"):
+            together(Listening([1], [None, None]), lambda depth=depth: fail(depth))
+    for name, message, text in sent:
+        assert (name, message) == ("OSError", "disk")
+        assert text.endswith("OSError: disk\nwhile loading sample 7\n")
+        assert "in fail" in text and len(text) < 20_000
+
+
+def test_a_key_error_is_quoted_once():
+    with pytest.raises(KeyError) as caught:
+        agree(Pretended([1], [None, None]), KeyError("name"))
+    assert str(caught.value) == repr("name (on rank 0 of 2)")
 
 
 def test_an_own_error_is_the_cause_of_the_agreed_one():

@@ -290,3 +290,13 @@ def test_a_whole_model_against_plain_numpy():
     h = np.maximum(2 * h @ w["blocks.0.weight"].T + w["blocks.0.bias"], 0) @ w["blocks.2.0.weight"].T
     expected = (h @ w["heads.b.weight"].T + w["heads.b.bias"]) * w["heads.a"]
     assert np.allclose(model(x, scale=2.0).data, expected, rtol=0, atol=1e-14)
+
+
+def test_containers_that_hold_themselves_are_searched_once():
+    model = nn.Module()
+    model.parts = [nn.Linear(2, 2, bias=False)]
+    model.parts.append(model.parts)
+    model.table = {"parts": model.parts, "model": model}
+    assert names(model) == ["parts.0.weight"]
+    model.again = model.table["me"] = model.table
+    assert names(model) == ["parts.0.weight"]

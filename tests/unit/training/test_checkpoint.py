@@ -36,6 +36,18 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path):
         assert loaded[name].tobytes() == array.tobytes()
 
 
+def test_a_group_that_may_read_the_manifest_may_read_the_tensors(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = write(tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == {
+        "manifest.json": 0o640,
+        "part-00000.safetensors": 0o640,
+    }
+
+
 def test_the_newest_is_the_last_one_written_not_the_highest_name_or_time(tmp_path):
     first = write(tmp_path, step=9)
     second = write(tmp_path, step=4)
@@ -45,6 +57,10 @@ def test_the_newest_is_the_last_one_written_not_the_highest_name_or_time(tmp_pat
     assert found.step == 4
     assert tensors.keys() == TENSORS.keys()
     assert reasons == []
+
+
+def damage_nested(path):
+    (path / "manifest.json").write_text("[" * 200_000)
 
 
 def damage_empty(path):

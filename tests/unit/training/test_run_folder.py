@@ -37,6 +37,15 @@ def test_a_resumed_log_is_cut_to_what_was_saved(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, "next"]
 
 
+def test_a_log_with_bytes_that_are_no_text_does_not_stop_a_resumed_run(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 0}\n\xff\xfe\n{"step": 2}\n')
+    folder = RunFolder(tmp_path, writes=True)
+    folder.open({}, 2)
+    folder.row(step="next")
+    folder.flush()
+    assert (tmp_path / "log.jsonl").read_bytes() == b'{"step": 0}\n\xff\xfe\n{"step": "next"}\n'
+
+
 def test_ranks_that_do_not_write_leave_nothing(tmp_path):
     folder = RunFolder(tmp_path / "x", writes=False)
     folder.open({}, None)

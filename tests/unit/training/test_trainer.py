@@ -27,6 +27,10 @@ def trainer(**options):
     return mpdp.Trainer(model, options.pop("loss"), options.pop("optimizer"), **options)
 
 
+def kind(output, target):
+    return 1, 1
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -54,11 +58,22 @@ def trainer(**options):
             TypeError,
             r"callbacks: expected a list, got Callback; pass \[callback\]",
         ),
+        (
+            {"callbacks": [mpdp.Callback]},
+            TypeError,
+            r"callbacks: expected objects .* got the class Callback; call it",
+        ),
+        ({"run_dir": 5}, TypeError, r"run_dir: expected a path, got int; pass a str or Path"),
+        (
+            {"reduce_dtype": "foo"},
+            ValueError,
+            r"reduce_dtype: expected float16, float32 or float64, got 'foo'",
+        ),
         ({"chunk_bytes": 0}, ValueError, r"chunk_bytes: expected a positive number of bytes, got 0"),
         (
             {"reduce_dtype": "int32"},
             ValueError,
-            r"reduce_dtype: expected float16, float32 or float64, got int32",
+            r"reduce_dtype: expected float16, float32 or float64, got 'int32'",
         ),
         (
             {"dtype": "float64"},
@@ -95,6 +110,15 @@ def test_bad_arguments(options, error, message):
         ),
         ({"metrics": nn.accuracy}, TypeError, r"metrics: expected a list of functions .* got function; pass"),
         ({"metrics": [nn.accuracy, nn.accuracy]}, ValueError, r"metrics: expected distinct names"),
+        ({"metrics": [kind]}, ValueError, r"metrics: expected distinct names other than .*, got 'kind'"),
+        (
+            {"metrics": [lambda o, y: 0.5]},
+            TypeError,
+            r"metrics: expected a pair \(sum, count\) of numbers from",
+        ),
+        ({"metrics": [lambda o, y: None]}, TypeError, r"metrics: expected a pair .* got NoneType"),
+        ({"metrics": [lambda o, y: (y == 0, 4)]}, TypeError, r"metrics: expected a pair .* got tuple"),
+        ({"epochs": True}, ValueError, r"epochs: expected an integer of 0 or more, got True"),
     ],
 )
 def test_bad_arguments_of_fit(arguments, error, message):
@@ -283,6 +307,38 @@ def test_callbacks_are_called_in_order(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("call", ["fit", "resume"])
+def test_a_callback_of_fit_calls_neither_fit_nor_resume(call, tmp_path):
+    """Both move the place in the data under the feet of the loop that is running."""
+
+    class Again(mpdp.Callback):
+        def on_step(self, t):
+            if t.step_count == 3:
+                t.fit(dataset(), epochs=1, global_batch_size=4) if call == "fit" else t.resume()
+
+    t = trainer(callbacks=[Again()], run_dir=tmp_path, save_every=2)
+    with pytest.raises(ValueError, match=rf"{call}: expected a call outside fit, got one in a callback"):
+        t.fit(dataset(), epochs=2, global_batch_size=4)
+    t.callbacks = ()
+    assert t.resume() and t.step_count == 2
+    t.fit(dataset(), epochs=2, global_batch_size=4)
+    assert t.step_count == 6
+
+
+def test_data_that_grow_while_fit_runs_are_those_of_its_start():
+    samples = [(np.full(4, i, "float32"), i % 3) for i in range(8)]
+
+    class Collect(mpdp.Callback):
+        def on_step(self, t):
+            samples.append((np.full(4, len(samples), "float32"), 0))
+
+    t = trainer(callbacks=[Collect()], optimizer=optim.SGD(lr=1e-3))
+    history = t.fit(samples, epochs=2, global_batch_size=4)
+    assert [row["step"] for row in history] == [2, 4]
+    assert len(samples) == 12
+    assert [row["step"] for row in t.fit(samples, epochs=3, global_batch_size=4)] == [2, 4, 7]
+
+
 def test_should_stop_ends_after_the_step():
     class Stop(mpdp.Callback):
         def on_step(self, t):
@@ -349,10 +405,69 @@ def test_nothing_to_train():
 def test_a_loss_of_another_form_is_an_error():
     for loss, error, message in (
         (lambda o, y: 3.0, TypeError, r"loss: expected a scalar Tensor"),
+        (lambda o, y: None, TypeError, r"loss: expected a scalar Tensor.* got NoneType"),
         (lambda o, y: o, ValueError, r"loss: expected a scalar, got shape \(4, 3\)"),
     ):
         with pytest.raises(error, match=message):
             trainer(loss=loss).fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_loss_without_a_value_is_an_error_in_every_update():
+    x, y = np.ones((4, 4), "float32"), np.zeros(4, int)
+    values = [nn.cross_entropy, lambda output, target: None]
+    t = trainer(loss=lambda output, target: values[t.step_count](output, target))
+    t.step((x, y))
+    with pytest.raises(TypeError, match=r"loss: expected a scalar Tensor.* got NoneType"):
+        t.step((x, y))
+    assert t.step_count == 1
+
+
+def test_a_loss_that_leads_to_no_parameter_is_an_error():
+    x, y = np.ones((4, 4), "float32"), np.zeros(4, int)
+    for loss in (lambda o, y: nn.cross_entropy(o.data, y), lambda o, y: autodiff.Tensor(o.data).mean()):
+        t = trainer(loss=loss)
+        with pytest.raises(ValueError, match=r"loss: expected one that depends on a trainable parameter"):
+            t.step((x, y))
+        assert t.step_count == 0
+    ignored = trainer()
+    assert ignored.step((x, y - 100)) == 0.0  # nothing counts, so nothing has to depend on anything
+
+
+def test_a_model_without_an_output_is_an_error():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.layer(x)
+
+    with pytest.raises(TypeError, match=r"model: expected an output, got None; return it from forward"):
+        trainer(model=Forgetful()).fit(dataset(), epochs=1, global_batch_size=4)
+
+
+def test_a_loss_of_one_element_is_a_scalar():
+    whole, kept = trainer(), trainer(loss=lambda o, y: nn.cross_entropy(o, y).reshape(1))
+    for t in (whole, kept):
+        t.fit(dataset(), epochs=1, global_batch_size=4)
+    assert np.array_equal(host(whole.model.weight), host(kept.model.weight))
+    assert kept.evaluate(dataset())["loss"] == pytest.approx(whole.evaluate(dataset())["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -1.0, None, "x"])
+def test_a_learning_rate_that_is_none_stops_before_anything_is_updated(factor):
+    t = trainer(schedule=lambda update: 1.0 if update == 0 else factor)
+    batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
+    t.step(batch)
+    before = host(t.model.weight).copy()
+    with pytest.raises((ValueError, TypeError), match=r"(lr|schedule): expected a .*number"):
+        t.step(batch)
+    assert t.step_count == 1
+    assert np.array_equal(host(t.model.weight), before)
+    t.schedule = optim.constant()
+    again = trainer()
+    again.step(batch)
+    assert again.step(batch) == t.step(batch)  # what was broken off left nothing behind
+    assert np.array_equal(host(t.model.weight), host(again.model.weight))
 
 
 def test_a_float32_model_is_widened_on_request():
