@@ -63,6 +63,7 @@ class Guard:
         self._pid = 0
         self._reported = False
         self._ending = False
+        self._finalizes_mpi = False
         self._lock = threading.Lock()
         self._old_hook: Callable[..., Any] = sys.__excepthook__
         self._old_thread_hook: Callable[..., Any] = threading.__excepthook__
@@ -132,6 +133,12 @@ class Guard:
         ``timeout`` seconds a C thread prints the stack and ends the process.
         """
         guarded = self.announcement is not None and self.announcement.size > 1
+        if self._pid == os.getpid() and "mpi4py.MPI" not in sys.modules:
+            with contextlib.suppress(ImportError):  # mpi4py's own finalize runs in forked children too
+                import mpi4py
+
+                mpi4py.rc.finalize = False
+                self._finalizes_mpi = True
         if guarded:
             with contextlib.suppress(Exception):  # stderr is closed or is no file
                 faulthandler.dump_traceback_later(timeout, exit=True)
@@ -260,6 +267,7 @@ class Guard:
                 self._leave()
             except BaseException as error:  # atexit would print it and go on
                 self._uncaught(error)
+        self._finalize_mpi()
         self._mark("finished")
 
     def _leave(self) -> None:
@@ -289,6 +297,12 @@ class Guard:
             self.ring.forget()
             self.ring = None
         self.announcement = None
+
+    def _finalize_mpi(self) -> None:
+        """End MPI in this process, but not in the children that it has forked: theirs would tear down ours."""
+        mpi = sys.modules.get("mpi4py.MPI")
+        if self._finalizes_mpi and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()
 
     # -- parts
 

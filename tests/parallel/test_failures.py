@@ -149,6 +149,13 @@ def test_a_script_that_only_imports_mpdp_ends_in_order(job, form, tmp_path):
     assert not REPORT.search(result.output)
 
 
+@pytest.mark.parametrize("form", ["mpirun", "mpdp run"])
+def test_a_forked_child_ends_without_ending_mpi(job, form):
+    """Its own MPI_Finalize would hang (Open MPI) or break that of its rank (MPICH)."""
+    result = job(HERE / "programs" / "forked.py", n=2, form=form).check()
+    assert result.output.count("finished") == 2 and not REPORT.search(result.output), result
+
+
 def test_a_script_without_mpdp_ends_in_order(job, tmp_path):
     script = tmp_path / "no_mpdp.py"
     script.write_text("print('hello')\n")
