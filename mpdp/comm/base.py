@@ -123,14 +123,19 @@ class Communicator(ABC):
             finally:
                 self.activity.leave()
 
-    def all_reduce_both(self, maxima: Any, sums: Any) -> None:
-        """Replace one array by the maximum over ranks and another by the sum, on the urgent lane.
+    def reduce_numbers(self, maxima: Sequence[int], sums: Sequence[float]) -> tuple[list[int], list[float]]:
+        """Return the maxima over ranks of some integers and the sums of some floats, on the urgent lane.
 
-        **Collective.** What the step record is carried with: as :meth:`all_reduce` of each, in one message where a
-        transport can do that.
+        **Collective.** What the step record is carried with; one message where a transport can do that, else two.
+
+        Args:
+            maxima: integers of 64 bits; as many on every rank.
+            sums: added in float64; as many on every rank.
         """
-        self.all_reduce(maxima, op="max", lane="urgent")
-        self.all_reduce(sums, op="sum", lane="urgent")
+        most, total = np.array(maxima, dtype=np.int64), np.array(sums, dtype=np.float64)
+        self.all_reduce(most, op="max", lane="urgent")
+        self.all_reduce(total, op="sum", lane="urgent")
+        return most.tolist(), total.tolist()
 
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         """Start :meth:`all_reduce`; the array belongs to the communicator until ``wait()`` returns.

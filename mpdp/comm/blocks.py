@@ -18,7 +18,7 @@ import numpy as np
 
 BLOCK_BYTES = 256 << 10  # 128 to 512 KiB are alike; 32 KiB takes 1.5 to 2 times as long
 _LINE = 64  # bytes: two ranks never write to one cache line
-_HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_HALVES = frozenset((np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)))
 _UFUNCS = {"sum": np.add, "max": np.maximum}
 
 
@@ -91,15 +91,16 @@ class Combiner:
             for target in others:
                 target[start:stop] = first[start:stop]
             return
-        scratch = self._scratch[: step * itemsize].view(first.dtype)
         last = len(rest) - 1
+        scratch = self._scratch[: step * itemsize].view(first.dtype) if last else None
         for i in range(start, stop, step):
             j = min(i + step, stop)
             result = out[i:j]
             partial = first[i:j]
             for n, source in enumerate(rest):
                 # Sources may be the target, so all but the last addition go to the scratch.
-                partial = ufunc(partial, source[i:j], out=result if n == last else scratch[: j - i])
+                where = result if n == last or scratch is None else scratch[: j - i]
+                partial = ufunc(partial, source[i:j], out=where)
             for target in others:
                 target[i:j] = result
 

@@ -14,6 +14,7 @@ from .base import FLOATS, INTEGERS, OPS
 _NAMES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "exclusive_sum", "barrier")
 _DTYPES = [np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in FLOATS + INTEGERS]
 _KINDS = [(name, op, dtype) for name in _NAMES for op in OPS for dtype in _DTYPES]
+_NUMBERS = _KINDS.index(("all_reduce", "max", np.dtype(np.int64)))
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}  # fits a byte
 
 
@@ -51,6 +52,11 @@ def sign(name: str, op: str, array: Any, details: Sequence[int] | int = 0) -> in
     return (array.size << 24 | (details & 0xFFFF) << 8 | _CODES[name, op, array.dtype]) & 0x7FFFFFFFFFFFFFFF
 
 
+def sign_numbers(integers: int, floats: int) -> int:
+    """Return the signature of the reduction of so many numbers: that of a maximum of int64 with details. **Local.**"""
+    return integers << 24 | (floats & 0xFFFF) << 8 | _NUMBERS
+
+
 def describe(signature: int) -> str:
     """Return a signature as text. **Local.**
 
@@ -62,5 +68,7 @@ def describe(signature: int) -> str:
     size, details = signature >> 24, (signature >> 8) & 0xFFFF
     if name == "barrier":
         return name
+    if details and name == "all_reduce":
+        return f"{name} of {size} integers and {details} floats"
     told = f", root {details}" if name == "reduce" else f", bounds {details:04x}" if details else ""
     return f"{name}{f' ({op})' if 'reduce' in name else ''} of {size} {dtype.name}{told}"

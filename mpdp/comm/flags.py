@@ -113,7 +113,10 @@ class Flags:
 
     def reached(self, word: int, value: int) -> bool:
         """Return whether every other rank's counter has come to ``value``. **Local.**"""
-        return all(row[word] >= value for row in self.peers)
+        for row in self.peers:  # noqa: SIM110  all() of a generator takes 0.4 us more, several times a step
+            if row[word] < value:
+                return False
+        return True
 
     def wait(self, word: int, value: int) -> None:
         """Wait until every other rank's counter has come to ``value``.

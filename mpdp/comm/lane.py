@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class Lane:
         self._pieces = [[part[start : start + piece_bytes] for part in memory] for start in starts]
         self._views: dict[tuple[np.dtype, int], list[np.ndarray]] = {}
 
-    def next_slots(self, dtype: np.dtype) -> list[np.ndarray]:
+    def next_slots(self, dtype: np.dtype) -> list[Any]:
         """Return every rank's slot for the small message that is posted next, as an array of ``dtype``."""
         half = (self.number + 1) & 1
         try:

@@ -79,8 +79,9 @@ class Regions:
             None where they do not all lie in one region.
         """
         number = location >> _OFFSET_BITS
-        if not number or any(other >> _OFFSET_BITS != number for other in locations):
-            return None
+        for other in locations:
+            if other >> _OFFSET_BITS != number or not number:
+                return None
         region = self._regions[number]
         key = (array.dtype, array.size, *locations)
         others = region.views.get(key)

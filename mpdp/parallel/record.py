@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
-
 from ..comm.base import Communicator
 from ..errors import DisagreementError, on_all_ranks
 
@@ -59,7 +57,7 @@ _CALLS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Agreed:
     """What the exchange settled.
 
@@ -110,15 +108,13 @@ def exchange(
     mine = [int(used is None), int(stop), int(changed)]
     for value in values:
         mine += (_ANY, _ANY) if value is None else (value, ~value)
-    maxima = np.array(mine, dtype=np.int64)
-    totals = np.array((*sums, *[0.0] * (_SUMS - len(sums))), dtype=np.float64)
-    comm.all_reduce_both(maxima, totals)
-    unused, any_stop, any_changed, *extremes = maxima.tolist()
+    maxima, totals = comm.reduce_numbers(mine, (*sums, *[0.0] * (_SUMS - len(sums))))
+    unused, any_stop, any_changed, *extremes = maxima
     agreed = [high == ~low or high == _ANY for high, low in zip(extremes[::2], extremes[1::2])]
     if not all(agreed[: len(_EQUAL)]):
         _raise_difference(comm, kind, step, layout)
     used_equal = agreed[len(_EQUAL)] and not unused
-    return Agreed(tuple(totals.tolist()[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
+    return Agreed(tuple(totals[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
 
 
 def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:

@@ -210,15 +210,30 @@ def test_memory_that_nobody_looks_at_any_more_is_forgotten():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("length", [3, 5000])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_maximum_and_a_sum_together(size, length, dtype):
+@pytest.mark.parametrize("count", [0, 3, 9000])
+def test_numbers_are_reduced_in_one_message(size, count):
     def body(comm):
-        maxima = np.arange(length) * (comm.rank + 1)
-        sums = values(comm.rank, 7, dtype)
-        comm.all_reduce_both(maxima, sums)
-        assert np.array_equal(maxima, np.arange(length) * size)
-        assert np.array_equal(sums, total(size, 7, dtype))
+        low, high = -(2**63), 2**63 - 1
+        integers = [low, high - comm.rank, *[i * (comm.rank + 1) for i in range(count)]]
+        most, sums = comm.reduce_numbers(
+            integers, (0.1, comm.rank, float("inf") if comm.rank else -float("inf"))
+        )
+        assert most == [low, high, *[i * size for i in range(count)]]
+        in_order = 0.0
+        for _ in range(size):
+            in_order += 0.1
+        assert sums[:2] == [in_order, size * (size - 1) / 2]
+        assert np.isnan(sums[2]) if size > 1 else sums[2] == -float("inf")
         return comm.activity.count
 
-    assert run(size, body) == [1 if length == 3 else 2] * size
+    assert run(size, body) == [1 if count < 9000 else 2] * size
+
+
+def test_ranks_with_different_counts_of_numbers_get_an_error():
+    def body(comm):
+        with pytest.raises(
+            CommunicationError, match=r"all_reduce of 3 integers and 2 floats on rank 0; .* 1 integers"
+        ):
+            comm.reduce_numbers([1] * (3 - 2 * comm.rank), [1.0, 2.0])
+
+    run(2, body)
