@@ -1,0 +1,248 @@
+"""The CPU's convolution and pooling where plain array calls leave the cache.
+
+Convolution at stride 1: the windows of one sample are copied over the *whole width* of the image, so that each copy is
+one run of about H * W numbers and not P runs of Q, at the price of a few columns that nobody reads. What belongs to a
+sample (windows, product, bias, ReLU, and in backward all three gradients) is done while it is in the cache.
+Measured (32 to 64 channels of 26 x 26, 3 x 3, one core of an AMD EPYC): windows 1.4 ms, product 16 ms for 64 samples.
+
+Part of ``kernels.cpu``, which assembles them; the docstrings are in ``kernels.base``. Shapes as in ``windows``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from .base import Array
+from .precision import wide
+from .windows import Pair, PlainWindows, Windows
+
+_BLOCK = 1 << 17  # elements of the windows and products of a block: 512 KiB of float32 stay in the L2 cache
+_MOST_WASTE = 1.5  # columns computed for each that is read
+
+
+class CpuWindows(PlainWindows):
+    """Convolution and pooling with NumPy. **Local.**"""
+
+    window_elements = _BLOCK
+
+    def conv2d(
+        self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
+    ) -> Array:
+        if not _is_wide(x.shape, windows, groups):
+            return super().conv2d(x, weight, bias, windows, groups, relu)
+        count = windows.fit(*x.shape[2:])
+        out = np.empty((len(x), len(weight), *count), x.dtype)
+        rows = _Rows(x, windows, count, len(weight))
+        matrix = weight.reshape(len(weight), rows.depth)
+        shift = None if bias is None else bias.reshape(-1, 1, 1)
+        product = rows.empty(len(weight))
+        for part in rows.parts:
+            columns = rows.take(part)
+            result = product[: len(columns)]
+            np.matmul(matrix, columns, out=result)
+            found, target = rows.seen(result), out[part]
+            if shift is not None:
+                found = np.add(found, shift, out=target)
+            if relu:
+                np.maximum(found, 0, out=target)
+            elif shift is None:
+                target[...] = found
+        return out
+
+    def conv2d_backward(
+        self,
+        g: Array,
+        x: Array,
+        weight: Array,
+        out: Array | None,
+        windows: Windows,
+        groups: int,
+        wants: tuple[bool, bool, bool],
+    ) -> tuple[Array | None, Array | None, Array | None]:
+        if not _is_wide(x.shape, windows, groups):
+            return super().conv2d_backward(g, x, weight, out, windows, groups, wants)
+        want_x, want_weight, want_bias = wants
+        count, outputs = windows.fit(*x.shape[2:]), len(weight)
+        rows = _Rows(x, windows, count, outputs)
+        turned = weight.reshape(outputs, rows.depth).T
+        total = wide(weight.dtype)
+        gx = np.empty(x.shape, x.dtype) if want_x else None
+        gweight = np.zeros((outputs, rows.depth), total) if want_weight else None
+        gbias = np.zeros(outputs, total) if want_bias else None
+        spread = rows.empty(outputs)  # g over the whole width; zero where nobody reads
+        spread.fill(0)
+        back = rows.empty(rows.depth) if want_x else None
+        partial = np.empty((rows.block, outputs, rows.depth), x.dtype)
+        for part in rows.parts:
+            here = g[part]
+            gradient = spread[: len(here)]
+            seen = rows.seen(gradient)
+            if out is None:
+                seen[...] = here
+            else:
+                np.greater(out[part], 0, out=seen)
+                seen *= here
+            if gbias is not None:
+                gbias += gradient.sum(axis=(0, 2), dtype=total)
+            if gweight is not None:
+                products = np.matmul(gradient, rows.take(part).swapaxes(1, 2), out=partial[: len(here)])
+                for product in products:
+                    gweight += product
+            if gx is not None and back is not None:
+                rows.put_back(np.matmul(turned, gradient, out=back[: len(here)]), gx[part])
+        if gweight is not None:
+            gweight = gweight.reshape(weight.shape).astype(weight.dtype, copy=False)
+        return gx, gweight, None if gbias is None else gbias.astype(weight.dtype, copy=False)
+
+    # -- pooling by halves: windows of 2 x 2 that do not overlap --------------------------------------------
+
+    def max_pool2d(self, x: Array, windows: Windows, relu: bool) -> tuple[Array, Any]:
+        if not _halves(x.shape, windows):
+            return super().max_pool2d(x, windows, relu)
+        n, channels, height, width = x.shape
+        out = np.empty((n, channels, height // 2, width // 2), x.dtype)
+        lower = np.empty((n, channels, height // 2, width), bool)  # which of two rows, then of two columns
+        right = np.empty(out.shape, bool)
+        for part in _parts(x):
+            pairs = x[part].reshape(-1, 2, width)
+            top, bottom = pairs[:, 0], pairs[:, 1]
+            below = np.greater(bottom, top, out=lower[part].reshape(top.shape)).reshape(-1)
+            best = np.maximum(top, bottom).reshape(-1)
+            first, second = best[0::2], best[1::2]
+            chosen = np.greater(second, first, out=right[part].reshape(-1))
+            equal = np.equal(second, first)
+            equal &= below[0::2] > below[1::2]  # of equal ones the upper is the first, also on the right
+            chosen |= equal
+            np.maximum(first, second, out=out[part].reshape(-1))
+            if relu:
+                np.maximum(out[part], 0, out=out[part])
+        return out, (lower, right, out if relu else None)
+
+    def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
+        if not isinstance(saved, tuple) or len(saved) != 3:
+            return super().max_pool2d_backward(g, saved, windows, relu)
+        lower, right, out = saved
+        n, channels, half, width = lower.shape
+        gx = np.empty((n, channels, 2 * half, width), g.dtype)
+        for part in _parts(gx):
+            here = g[part] if out is None else self.relu_backward(g[part], out[part])
+            here = here.reshape(-1)
+            best = np.empty(2 * here.size, g.dtype)
+            np.multiply(here, right[part].reshape(-1), out=best[1::2])
+            np.subtract(here, best[1::2], out=best[0::2])  # one of the two is 0, so this is exact
+            best = best.reshape(-1, width)
+            pairs = gx[part].reshape(-1, 2, width)
+            np.multiply(best, lower[part].reshape(best.shape), out=pairs[:, 1])
+            np.subtract(best, pairs[:, 1], out=pairs[:, 0])
+        return gx
+
+
+class _Rows:
+    """The windows of images at stride 1, over the whole width of the padded image.
+
+    Attributes:
+        parts: the samples, block by block; block: samples of the longest one.
+        depth: C * I * J.
+    """
+
+    def __init__(self, x: Array, windows: Windows, count: Pair, outputs: int) -> None:
+        self.x, self.windows, self.count = x, windows, count
+        n, self.channels, height, width = x.shape
+        (down, across), (self.tall, self.broad) = windows.padding, windows.size
+        self.height, self.width = height + 2 * down, width + 2 * across
+        self.depth = self.channels * self.tall * self.broad
+        self.pitch = count[0] * self.width
+        self.used = (count[0] - 1) * self.width + count[1]  # the rest of the last row lies behind the image
+        self.block = max(1, min(n, _BLOCK // max(1, (self.depth + outputs) * self.pitch)))
+        self.parts = [slice(start, start + self.block) for start in range(0, n, self.block)]
+        self.pads = bool(down or across)
+        self._columns: Array | None = None
+        self._image: Array | None = None
+
+    def empty(self, depth: int) -> Array:
+        """Return memory for ``depth`` rows of each sample of a block."""
+        return np.empty((self.block, depth, self.pitch), self.x.dtype)
+
+    def seen(self, product: Array) -> Array:
+        """Return the pixels of a product that somebody reads: (N, O, P, Q)."""
+        return product.reshape(*product.shape[:2], self.count[0], self.width)[..., : self.count[1]]
+
+    def take(self, part: slice) -> Array:
+        """Return the windows of a block as (N, C * I * J, pitch); what was returned before is overwritten."""
+        x = self.x[part]
+        if self.windows.pointwise:
+            return x.reshape(len(x), self.channels, self.pitch)
+        if self.pads:
+            if self._image is None:
+                self._image = np.zeros((self.block, self.channels, self.height, self.width), self.x.dtype)
+            image = self._image[: len(x)]
+            self._inside(image)[...] = x
+        else:
+            image = np.ascontiguousarray(x)
+        if self._columns is None:
+            self._columns = np.zeros((self.block, self.depth, self.pitch), self.x.dtype)
+        columns = self._columns[: len(x)]
+        (down, across), size = self.windows.dilation, self.x.itemsize
+        shape = (len(x), self.channels, self.tall, self.broad)
+        per_image, per_channel, per_row, _ = image.strides
+        strides = (per_image, per_channel, per_row * down, size * across, size)
+        columns.reshape(*shape, self.pitch)[..., : self.used] = as_strided(
+            image, (*shape, self.used), strides
+        )
+        return columns
+
+    def put_back(self, columns: Array, out: Array) -> None:
+        """Write to ``out`` (N, C, H, W) the sums of what each pixel was copied to."""
+        n = len(out)
+        if self.windows.pointwise:
+            out[...] = columns.reshape(out.shape)
+            return
+        image = out
+        if self.pads:
+            image = np.empty((n, self.channels, self.height, self.width), out.dtype)
+        flat = image.reshape(n, self.channels, self.height * self.width)
+        pieces = columns.reshape(n, self.channels, self.tall * self.broad, self.pitch)[..., : self.used]
+        flat[..., self.used :] = 0
+        flat[..., : self.used] = pieces[:, :, 0]
+        (down, across) = self.windows.dilation
+        for at in range(1, self.tall * self.broad):
+            start = at // self.broad * down * self.width + at % self.broad * across
+            place = flat[..., start : start + self.used]
+            np.add(place, pieces[:, :, at], out=place)
+        if self.pads:
+            out[...] = self._inside(image)
+
+    def _inside(self, image: Array) -> Array:
+        (down, across), (height, width) = self.windows.padding, self.x.shape[2:]
+        return image[:, :, down : down + height, across : across + width]
+
+
+def _is_wide(shape: tuple[int, ...], windows: Windows, groups: int) -> bool:
+    """Return whether windows over the whole width are the better ones."""
+    width = shape[3] + 2 * windows.padding[1]
+    return (
+        groups == 1
+        and windows.stride == (1, 1)
+        and math.prod(shape) > 0
+        and width <= _MOST_WASTE * windows.fit(*shape[2:])[1]
+    )
+
+
+def _halves(shape: tuple[int, ...], windows: Windows) -> bool:
+    return (
+        windows.size == windows.stride == (2, 2)
+        and windows.padding == (0, 0)
+        and windows.dilation == (1, 1)
+        and shape[2] % 2 == shape[3] % 2 == 0
+        and math.prod(shape) > 0
+    )
+
+
+def _parts(x: Array) -> list[slice]:
+    """Cut samples into parts that fit the cache."""
+    size = max(1, _BLOCK // (math.prod(x.shape[1:]) or 1))
+    return [slice(start, start + size) for start in range(0, len(x), size)]
