@@ -5,7 +5,7 @@ count; ``seed`` fixes initial weights on all ranks. This package knows nothing o
 """
 
 from ..autodiff import Buffer, Parameter
-from . import init
+from . import init, models
 from .attention import MultiHeadAttention, TransformerBlock
 from .convolution import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from .layers import GELU, Dropout, Embedding, Flatten, LayerNorm, Linear, ReLU, Sequential, Tanh
@@ -44,6 +44,7 @@ __all__ = [
     "cross_entropy",
     "current_seed",
     "init",
+    "models",
     "mse",
     "seed",
 ]

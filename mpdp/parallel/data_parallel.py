@@ -23,6 +23,7 @@ from ..nn import Module
 from ..optim import Optimizer
 from ..world import World, init
 from .arena import GradientArena
+from .collectives import AxisPeers, average_buffers
 from .forms import leading_length, split_loss
 from .layout import Layout
 from .record import Kind, exchange
@@ -64,6 +65,9 @@ class DataParallel:
         exponent: gradients are summed times 2^-exponent.
         draws_samples: some module draws random numbers keyed by sample.
 
+    A module that communicates (``nn.BatchNorm2d``) takes part in every rank's forward and backward pass: call the model
+    and ``backward`` on every rank, also on zero rows.
+
     Example:
         >>> import mpdp, numpy as np
         >>> from mpdp import nn, optim
@@ -96,7 +100,12 @@ class DataParallel:
         exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
         self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
-        self.draws_samples = any(module.draws_samples for _, module in model.named_modules())
+        modules = [module for _, module in model.named_modules()]
+        self.draws_samples = any(module.draws_samples for module in modules)
+        self._communicating = [m for m in modules if m.communicates] if self.comm.size > 1 else []
+        for module in self._communicating:
+            module.peers = AxisPeers(self.comm)
+        self._averaging = [m for m in modules if m.averaged_buffers] if self.comm.size > 1 else []
         self._kernels = kernels.for_device(self.world.device)
         self._forget_plans()
         self._reset()
@@ -113,6 +122,7 @@ class DataParallel:
         self._agreed: tuple[float, float] | None = None
         self._used: np.ndarray | None = None
         self._forward_count: int | None = None
+        self._own = 0  # samples of the update that this rank has run so far
         self._forwarded = 0  # samples of the update that all ranks have run so far
         self.stop_agreed = False
 
@@ -135,6 +145,16 @@ class DataParallel:
     def parameters(self) -> dict[str, Parameter]:
         """Name to parameter, in registration order; a tied one stands once."""
         return self._replica.parameters
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a forward pass now, and its backward, exchange numbers with other ranks: all have to run them."""
+        return any(module.training for module in self._communicating)
+
+    @property
+    def may_communicate(self) -> bool:
+        """Whether the model :attr:`communicates` when it trains."""
+        return bool(self._communicating)
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -180,8 +200,8 @@ class DataParallel:
         """Run the model on this rank's share.
 
         **Collective** while a model with dropout trains: the position of the share in the global batch, which
-        keys its masks, follows from the other ranks' lengths, and from earlier calls of the same update.
-        **Local** otherwise.
+        keys its masks, follows from the other ranks' lengths, and from earlier calls of the same update. So it is
+        while one with batch norm trains. **Local** otherwise.
         """
         count = leading_length(inputs, kwargs)
         if not self.model.training:
@@ -201,13 +221,15 @@ class DataParallel:
         start: int | None = 0,
         count: int | None = None,
     ) -> Any:
-        """Run the model on samples ``start`` to ``start + count`` of the global batch. **Local.**
+        """Run the model on samples ``start`` to ``start + count`` of the global batch.
 
-        ``start`` may be None for a model that draws no random numbers.
+        **Local**, but **Collective** while a model trains that :attr:`communicates`. ``start`` may be None for a model
+        that draws no random numbers.
         """
         if count is None:
             count = leading_length(inputs, kwargs)
         self._forward_count = count
+        self._own += count
         with samples(SampleContext(self.seed, self.step_count, start, count)):
             return self.model(*inputs, **kwargs)
 
@@ -216,17 +238,20 @@ class DataParallel:
     ) -> None:
         """Add the gradients of one micro-batch, and reduce them over ranks with the last one.
 
-        **Collective** if ``final``, else **Local.** Chunks are reduced as soon as backward has finished them.
+        **Collective** if ``final`` or if the model :attr:`communicates`, else **Local.** Chunks are reduced as soon as
+        backward has finished them.
 
         Args:
             loss: a loss of ``nn`` (its sum and count are used), a scalar Tensor that is the mean over the leading
-                dimension of the last forward, a pair ``(sum, count)``, or None for a rank without samples.
+                dimension of the last forward, a pair ``(sum, count)``, or None for a rank without samples (unless
+                the model communicates: then it is the loss of zero rows).
             count: samples behind a plain scalar, where the model was not called through this object.
             final: False for all but the last micro-batch of an update.
             stop: ask all ranks to stop after this update; see ``stop_agreed``.
 
         Raises:
             TypeError: a loss of another form.
+            ValueError: no loss from a model that communicates.
             DisagreementError: on all ranks, when they are not in the same step.
             NonFiniteError: on all ranks, when the global loss sum is NaN or infinite.
         """
@@ -254,14 +279,21 @@ class DataParallel:
             )
         tape: Tape | None = None
         seed = 0.0
+        communicates = self.communicates
+        if loss is None and communicates:
+            raise ValueError(
+                "loss: expected one on every rank, got None: the other ranks' backward waits for this one's in "
+                f"{self._communicating[0].path}; run the model and the loss on zero rows"
+            )
         if loss is not None:
             total, factor, local_count = split_loss(loss, count if count is not None else self._forward_count)
             self._count += local_count
-            self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
+            if local_count:  # nothing to count may be NaN, as a mean of no numbers is
+                self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
             error = self._kernels.pending_error()
             if error is not None:
                 raise error
-            if local_count:
+            if local_count or communicates:
                 tape = Tape(total)
                 seed = factor * 2.0**-self.exponent
                 self._signatures += (tape.signature,)
@@ -277,13 +309,23 @@ class DataParallel:
             view.fill(0)
         # The record goes out right before the first chunk: ranks then wait for one another once, not twice.
         self._replica.reducer.opening = partial(self._exchange_record, plan, stop)
-        if not math.isfinite(self._loss_sum):
-            self._replica.reducer.open()  # raises on all ranks; no use in running backward
+        if not math.isfinite(self._loss_sum) or communicates:
+            # Raises on all ranks where the loss is not finite; no use in running backward. Where backward itself
+            # communicates, the record goes out before its messages on every rank.
+            self._replica.reducer.open()
         if -1 in plan.after:
             plan.after[-1]()
         if tape is not None:
             tape.backward(seed, plan.after)
         self._replica.reducer.wait()
+        self._average()
+
+    def _average(self) -> None:
+        """Bring buffers together that ranks have changed differently. **Collective** where there are any."""
+        training = [module for module in self._averaging if module.training]
+        if training:
+            buffers = [getattr(module, name) for module in training for name in module.averaged_buffers]
+            average_buffers(self.comm, buffers, float(self._own))
 
     def _exchange_record(self, plan: _Plan, stop: bool) -> None:
         """Agree with all ranks on what is about to be reduced. **Collective.**"""

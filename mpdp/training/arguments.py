@@ -109,6 +109,9 @@ def cast(model: Module, precision: str, world: World) -> None:
                 f"precision: expected parameters of dtype {precision}, got {dtype} in {name}; "
                 f'pass precision="{dtype}" or build the layers with dtype="{precision}"'
             )
+    for _, buffer in model.named_buffers() if widened else ():
+        if buffer.dtype == np.float32:
+            buffer.data = buffer.data.astype("float64")
     if widened:
         world.log("info", 'precision: widened the parameters from float32 to float64 for precision="float64"')
 
