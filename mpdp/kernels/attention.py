@@ -39,12 +39,16 @@ class PlainAttention(Kernels):
             allowed = here if allowed is None else xp.logical_and(allowed, here)
         if allowed is not None:
             # The lowest number and not -inf: a row without any key then has no NaN.
-            scores = xp.where(allowed, scores, np.finfo(scores.dtype).min)
+            scores = self._filled(scores, allowed, np.finfo(scores.dtype).min)
         weights = self.softmax(scores, -1) if scores.size else scores
         if keys is not None:
             weights *= allowed
         mixed = weights if keep is None else self.dropout(weights, keep, keep_scale)
         return self.gemm(mixed, v), (q, k, v, weights, mixed)
+
+    def _filled(self, scores: Array, allowed: Array, value: Any) -> Array:
+        """Return the scores that are allowed, and ``value`` elsewhere; ``scores`` may be overwritten."""
+        return self.xp.where(allowed, scores, value)
 
     def attention_backward(
         self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
@@ -58,3 +62,11 @@ class PlainAttention(Kernels):
             slope = self.softmax_backward(slope, weights, -1)
         slope *= slope.dtype.type(scale)
         return self.gemm(slope, k), self.gemm(slope.swapaxes(-1, -2), q), gv
+
+
+class CpuAttention(PlainAttention):
+    """The same on the CPU, where a masked copy takes a third of the time of numpy.where. **Local.**"""
+
+    def _filled(self, scores: Array, allowed: Array, value: Any) -> Array:
+        np.copyto(scores, value, where=~allowed)
+        return scores

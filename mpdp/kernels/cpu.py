@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import random
-from .attention import PlainAttention
+from .attention import CpuAttention
 from .base import Array, Shape
 from .channels import CpuChannels
 from .cpu_indices import CpuIndices
@@ -30,7 +30,7 @@ _PANEL = (
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
 
-class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, PlainAttention):
+class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
     """NumPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**"""
 
     xp: ModuleType = np

@@ -68,18 +68,21 @@ class CpuWindows(PlainWindows):
         want_x, want_weight, want_bias = wants
         count, outputs = windows.fit(*x.shape[2:]), len(weight)
         rows = _Rows(x, windows, count, outputs)
-        turned = weight.reshape(outputs, rows.depth).T
         total = wide(weight.dtype)
         gx = np.empty(x.shape, x.dtype) if want_x else None
-        gweight = np.zeros((outputs, rows.depth), total) if want_weight else None
+        gweight = np.zeros((rows.depth, outputs), total) if want_weight else None
         gbias = np.zeros(outputs, total) if want_bias else None
-        spread = rows.empty(outputs)  # g over the whole width; zero where nobody reads
-        spread.fill(0)
-        back = rows.empty(rows.depth) if want_x else None
-        partial = np.empty((rows.block, outputs, rows.depth), x.dtype)
+        # g over the whole width, once for each column of a window and that many pixels later: a product then adds up
+        # the columns, and only the rows of a window are left to be added. Zero where nobody reads.
+        shifts = rows.broad if want_x else 1
+        spread = np.zeros((rows.block, shifts, outputs, rows.pitch), x.dtype)
+        turned = weight.transpose(2, 1, 3, 0).reshape(rows.tall * rows.channels, rows.broad * outputs)
+        back = rows.empty(len(turned)) if want_x else None
+        partial = np.empty((rows.block, rows.depth, outputs), x.dtype)
         for part in rows.parts:
             here = g[part]
-            gradient = spread[: len(here)]
+            gradients = spread[: len(here)]
+            gradient = gradients[:, 0]
             seen = rows.seen(gradient)
             if out is None:
                 seen[...] = here
@@ -89,13 +92,17 @@ class CpuWindows(PlainWindows):
             if gbias is not None:
                 gbias += gradient.sum(axis=(0, 2), dtype=total)
             if gweight is not None:
-                products = np.matmul(gradient, rows.take(part).swapaxes(1, 2), out=partial[: len(here)])
+                products = np.matmul(rows.take(part), gradient.swapaxes(1, 2), out=partial[: len(here)])
                 for product in products:
                     gweight += product
             if gx is not None and back is not None:
-                rows.put_back(np.matmul(turned, gradient, out=back[: len(here)]), gx[part])
+                for i in range(1, shifts):
+                    later = i * windows.dilation[1]
+                    gradients[:, i, :, later:] = gradient[..., :-later]
+                stacked = gradients.reshape(len(here), shifts * outputs, rows.pitch)
+                rows.put_back(np.matmul(turned, stacked, out=back[: len(here)]), gx[part])
         if gweight is not None:
-            gweight = gweight.reshape(weight.shape).astype(weight.dtype, copy=False)
+            gweight = gweight.T.reshape(weight.shape).astype(weight.dtype, copy=False)
         return gx, gweight, None if gbias is None else gbias.astype(weight.dtype, copy=False)
 
     # -- pooling by halves: windows of 2 x 2 that do not overlap --------------------------------------------
@@ -161,7 +168,8 @@ class _Rows:
         self.parts = [slice(start, start + self.block) for start in range(0, n, self.block)]
         self.pads = bool(down or across)
         self._columns: Array | None = None
-        self._image: Array | None = None
+        self._view: Array | None = None  # the windows of all images, or of a padded block
+        self._image: Array | None = None  # the inside of that block
 
     def empty(self, depth: int) -> Array:
         """Return memory for ``depth`` rows of each sample of a block."""
@@ -176,27 +184,32 @@ class _Rows:
         x = self.x[part]
         if self.windows.pointwise:
             return x.reshape(len(x), self.channels, self.pitch)
-        if self.pads:
-            if self._image is None:
-                self._image = np.zeros((self.block, self.channels, self.height, self.width), self.x.dtype)
-            image = self._image[: len(x)]
-            self._inside(image)[...] = x
-        else:
-            image = np.ascontiguousarray(x)
-        if self._columns is None:
+        if self._view is None:
+            image = np.ascontiguousarray(self.x)
+            if self.pads:
+                image = np.zeros((self.block, self.channels, self.height, self.width), self.x.dtype)
+                self._image = self._inside(image)
+            self._view = self._windows(image)
             self._columns = np.zeros((self.block, self.depth, self.pitch), self.x.dtype)
+        assert self._columns is not None
         columns = self._columns[: len(x)]
-        (down, across), size = self.windows.dilation, self.x.itemsize
-        shape = (len(x), self.channels, self.tall, self.broad)
-        per_image, per_channel, per_row, _ = image.strides
-        strides = (per_image, per_channel, per_row * down, size * across, size)
-        columns.reshape(*shape, self.pitch)[..., : self.used] = as_strided(
-            image, (*shape, self.used), strides
-        )
+        if self._image is not None:
+            self._image[: len(x)] = x
+            view = self._view[: len(x)]
+        else:
+            view = self._view[part]
+        columns.reshape(*view.shape[:-1], self.pitch)[..., : self.used] = view
         return columns
 
+    def _windows(self, image: Array) -> Array:
+        """Return a view (N, C, I, J, used) of contiguous images."""
+        (down, across), size = self.windows.dilation, image.itemsize
+        shape = (len(image), self.channels, self.tall, self.broad, self.used)
+        per_image, per_channel, per_row, _ = image.strides
+        return as_strided(image, shape, (per_image, per_channel, per_row * down, size * across, size))
+
     def put_back(self, columns: Array, out: Array) -> None:
-        """Write to ``out`` (N, C, H, W) the sums of what each pixel was copied to."""
+        """Write to ``out`` (N, C, H, W) the sums over the rows of a window: columns is (N, I * C, pitch)."""
         n = len(out)
         if self.windows.pointwise:
             out[...] = columns.reshape(out.shape)
@@ -205,14 +218,13 @@ class _Rows:
         if self.pads:
             image = np.empty((n, self.channels, self.height, self.width), out.dtype)
         flat = image.reshape(n, self.channels, self.height * self.width)
-        pieces = columns.reshape(n, self.channels, self.tall * self.broad, self.pitch)[..., : self.used]
-        flat[..., self.used :] = 0
-        flat[..., : self.used] = pieces[:, :, 0]
-        (down, across) = self.windows.dilation
-        for at in range(1, self.tall * self.broad):
-            start = at // self.broad * down * self.width + at % self.broad * across
-            place = flat[..., start : start + self.used]
-            np.add(place, pieces[:, :, at], out=place)
+        pieces = columns.reshape(n, self.tall, self.channels, self.pitch)
+        flat[..., self.pitch :] = 0
+        flat[..., : self.pitch] = pieces[:, 0]
+        for i in range(1, self.tall):
+            start = i * self.windows.dilation[0] * self.width
+            place = flat[..., start : start + self.pitch]
+            np.add(place, pieces[:, i], out=place)
         if self.pads:
             out[...] = self._inside(image)
 
