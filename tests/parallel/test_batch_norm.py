@@ -8,7 +8,7 @@ import pytest
 from launching import PROGRAMS
 
 PROGRAM, FAULTS = PROGRAMS / "batch_norm.py", PROGRAMS / "batch_norm_faults.py"
-CASES = ["uneven", "accumulate", "fewer than ranks", "one", "single samples"]
+CASES = ["uneven", "accumulate", "fewer than ranks", "one", "single samples", "own loop"]
 # Updates amplify rounding: with one sample a rank, the statistics of two or three samples do so by their nature.
 TOLERANCE = 1e-11
 
@@ -43,8 +43,7 @@ def check(alone, folder, case, size):
     for name, array in state.items():
         assert np.abs(array - expected[name]).max() <= TOLERANCE * np.abs(expected[name]).max(), name
     assert rest["losses"] == pytest.approx(numbers["losses"], rel=TOLERANCE)
-    assert rest["result"]["accuracy"] == numbers["result"]["accuracy"]
-    assert rest["result"]["loss"] == pytest.approx(numbers["result"]["loss"], rel=TOLERANCE)
+    assert rest["result"] == pytest.approx(numbers["result"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -57,8 +57,32 @@ CASES = {
     "fewer than ranks": (9, 3, 1, nn.cross_entropy, data.ArrayDataset),
     "one": (5, 2, 1, plain_mean, data.ArrayDataset),
     "single samples": (7, 2, 1, plain_mean, Pairs),
+    "own loop": (10, 0, 3, nn.cross_entropy, None),
     "local": (29, 11, 2, nn.cross_entropy, data.ArrayDataset),
 }
+
+
+def own_loop(model, world):
+    """Train by DataParallel on shares as unequal as can be, most of them empty; return the losses."""
+    parallel = mpdp.DataParallel(model, world, chunk_bytes=1 << 12)
+    optimizer = optim.SGD(lr=0.05, momentum=0.9)
+    count, _, micro_batches, loss, _ = CASES["own loop"]
+    x, y = samples(count)
+    losses = []
+    for step in range(6):
+        for i in range(micro_batches):
+            start, stop = (i * count) // micro_batches, ((i + 1) * count) // micro_batches
+            holder = (step + i) % world.size
+            # The holder has all samples but the last, which the next rank has; of one rank, it has all.
+            cut = stop - 1 if world.size > 1 else stop
+            part = slice(start, cut) if world.rank == holder else slice(0, 0)
+            if world.size > 1 and world.rank == (holder + 1) % world.size:
+                part = slice(cut, stop)
+            output = parallel(x[part])
+            parallel.backward(loss(output, y[part]), final=i + 1 == micro_batches)
+        losses.append(parallel.step(optimizer))
+        parallel.check_replicas()
+    return losses
 
 
 def main():
@@ -68,6 +92,9 @@ def main():
     x, y = samples(count)
     mpdp.seed(2)
     model = Images(global_stats=case != "local")
+    if case == "own loop":
+        write(folder, world, model, own_loop(model, world), {})
+        return
     losses = []
 
     class Watch(mpdp.Callback):
@@ -86,6 +113,10 @@ def main():
     )
     trainer.fit(kind(x, y), epochs=4, global_batch_size=batch)
     result = trainer.evaluate(data.ArrayDataset(x, y), metrics=[nn.accuracy], global_batch_size=7)
+    write(folder, world, model, losses, result)
+
+
+def write(folder, world, model, losses, result):
     if world.rank == 0:
         np.savez(folder / f"n{world.size}.npz", **model.state_dict())
         (folder / f"n{world.size}.json").write_text(json.dumps({"losses": losses, "result": result}))

@@ -54,7 +54,7 @@ def test_attention(n, h, t, s, d, p, padded, causal):
 
 
 def test_large_scores_and_float16():
-    q = put((draw(2, 2, 5, 4) * 50).astype("float16"))
+    q = put((draw(2, 2, 5, 4) * 20).astype("float16"))
     x = Tensor(q, requires_grad=True)
     out = ops.attention(x, x, x, causal=True)
     out.backward(np.ones(out.shape))
