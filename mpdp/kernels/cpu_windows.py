@@ -21,6 +21,7 @@ from .precision import wide
 from .windows import Pair, PlainWindows, Windows
 
 _BLOCK = 1 << 17  # elements of the windows and products of a block: 512 KiB of float32 stay in the L2 cache
+_COLUMNS = 384  # of a product, at least: fewer would read all weights for little work
 _MOST_WASTE = 1.5  # columns computed for each that is read
 
 
@@ -41,10 +42,10 @@ class CpuWindows(PlainWindows):
         shift = None if bias is None else bias.reshape(-1, 1, 1)
         product = rows.empty(len(weight))
         for part in rows.parts:
-            columns = rows.take(part)
-            result = product[: len(columns)]
-            np.matmul(matrix, columns, out=result)
-            found, target = rows.seen(result), out[part]
+            target = out[part]
+            result = rows.fit(product, len(weight), len(target))
+            np.matmul(matrix, rows.take(part), out=result)
+            found = rows.seen(result)
             if shift is not None:
                 found = np.add(found, shift, out=target)
             if relu:
@@ -75,14 +76,18 @@ class CpuWindows(PlainWindows):
         # g over the whole width, once for each column of a window and that many pixels later: a product then adds up
         # the columns, and only the rows of a window are left to be added. Zero where nobody reads.
         shifts = rows.broad if want_x else 1
-        spread = np.zeros((rows.block, shifts, outputs, rows.pitch), x.dtype)
+        spread = rows.empty(shifts * outputs)
         turned = weight.transpose(2, 1, 3, 0).reshape(rows.tall * rows.channels, rows.broad * outputs)
         back = rows.empty(len(turned)) if want_x else None
-        partial = np.empty((rows.block, rows.depth, outputs), x.dtype)
+        partial = np.empty((rows.depth, outputs), x.dtype)
+        zeroed = 0
         for part in rows.parts:
             here = g[part]
-            gradients = spread[: len(here)]
-            gradient = gradients[:, 0]
+            stacked = rows.fit(spread, shifts * outputs, len(here))
+            if zeroed != len(here):  # the first block and the last, which lies elsewhere in this memory
+                stacked.fill(0)
+                zeroed = len(here)
+            gradient = stacked[:outputs]
             seen = rows.seen(gradient)
             if out is None:
                 seen[...] = here
@@ -90,17 +95,16 @@ class CpuWindows(PlainWindows):
                 np.greater(out[part], 0, out=seen)
                 seen *= here
             if gbias is not None:
-                gbias += gradient.sum(axis=(0, 2), dtype=total)
+                gbias += gradient.sum(axis=1, dtype=total)
             if gweight is not None:
-                products = np.matmul(rows.take(part), gradient.swapaxes(1, 2), out=partial[: len(here)])
-                for product in products:
-                    gweight += product
+                gweight += np.matmul(rows.take(part), gradient.T, out=partial)
             if gx is not None and back is not None:
+                shifted = stacked.reshape(shifts, outputs, len(here), rows.pitch)
                 for i in range(1, shifts):
                     later = i * windows.dilation[1]
-                    gradients[:, i, :, later:] = gradient[..., :-later]
-                stacked = gradients.reshape(len(here), shifts * outputs, rows.pitch)
-                rows.put_back(np.matmul(turned, stacked, out=back[: len(here)]), gx[part])
+                    shifted[i, ..., later:] = shifted[0, ..., :-later]
+                sums = rows.fit(back, len(turned), len(here))
+                rows.put_back(np.matmul(turned, stacked, out=sums), gx[part])
         if gweight is not None:
             gweight = gweight.T.reshape(weight.shape).astype(weight.dtype, copy=False)
         return gx, gweight, None if gbias is None else gbias.astype(weight.dtype, copy=False)
@@ -149,11 +153,12 @@ class CpuWindows(PlainWindows):
 
 
 class _Rows:
-    """The windows of images at stride 1, over the whole width of the padded image.
+    """The windows of images at stride 1, over the whole width of the padded image, the samples of a block side by side.
 
     Attributes:
         parts: the samples, block by block; block: samples of the longest one.
         depth: C * I * J.
+        pitch: columns of a sample.
     """
 
     def __init__(self, x: Array, windows: Windows, count: Pair, outputs: int) -> None:
@@ -164,7 +169,8 @@ class _Rows:
         self.depth = self.channels * self.tall * self.broad
         self.pitch = count[0] * self.width
         self.used = (count[0] - 1) * self.width + count[1]  # the rest of the last row lies behind the image
-        self.block = max(1, min(n, _BLOCK // max(1, (self.depth + outputs) * self.pitch)))
+        fitting = _BLOCK // ((self.depth + outputs) * self.pitch)
+        self.block = min(n, max(fitting, -(-_COLUMNS // self.pitch)))
         self.parts = [slice(start, start + self.block) for start in range(0, n, self.block)]
         self.pads = bool(down or across)
         self._columns: Array | None = None
@@ -172,33 +178,40 @@ class _Rows:
         self._image: Array | None = None  # the inside of that block
 
     def empty(self, depth: int) -> Array:
-        """Return memory for ``depth`` rows of each sample of a block."""
-        return np.empty((self.block, depth, self.pitch), self.x.dtype)
+        """Return memory for ``depth`` rows of a block."""
+        return np.empty(depth * self.block * self.pitch, self.x.dtype)
+
+    def fit(self, memory: Array, depth: int, samples: int) -> Array:
+        """Return the front of such memory as (depth, samples * pitch)."""
+        columns = samples * self.pitch
+        return memory[: depth * columns].reshape(depth, columns)
 
     def seen(self, product: Array) -> Array:
-        """Return the pixels of a product that somebody reads: (N, O, P, Q)."""
-        return product.reshape(*product.shape[:2], self.count[0], self.width)[..., : self.count[1]]
+        """Return the pixels of a product (O, N * pitch) that somebody reads, as (N, O, P, Q)."""
+        whole = product.reshape(len(product), -1, self.count[0], self.width)
+        return whole[..., : self.count[1]].swapaxes(0, 1)
 
     def take(self, part: slice) -> Array:
-        """Return the windows of a block as (N, C * I * J, pitch); what was returned before is overwritten."""
+        """Return the windows of a block as (C * I * J, N * pitch); what was returned before is overwritten."""
         x = self.x[part]
-        if self.windows.pointwise:
-            return x.reshape(len(x), self.channels, self.pitch)
+        if self.windows.pointwise and len(x) == 1:
+            return x.reshape(self.channels, self.pitch)
         if self._view is None:
             image = np.ascontiguousarray(self.x)
             if self.pads:
                 image = np.zeros((self.block, self.channels, self.height, self.width), self.x.dtype)
                 self._image = self._inside(image)
             self._view = self._windows(image)
-            self._columns = np.zeros((self.block, self.depth, self.pitch), self.x.dtype)
-        assert self._columns is not None
-        columns = self._columns[: len(x)]
+            self._columns = self.empty(self.depth)
+            self._columns.fill(0)  # nobody reads what lies behind a window, but it must be finite
+        columns = self.fit(self._columns, self.depth, len(x))
         if self._image is not None:
             self._image[: len(x)] = x
             view = self._view[: len(x)]
         else:
             view = self._view[part]
-        columns.reshape(*view.shape[:-1], self.pitch)[..., : self.used] = view
+        shape = (self.channels, self.tall, self.broad, len(x), self.pitch)
+        columns.reshape(shape)[..., : self.used] = view.transpose(1, 2, 3, 0, 4)
         return columns
 
     def _windows(self, image: Array) -> Array:
@@ -209,22 +222,19 @@ class _Rows:
         return as_strided(image, shape, (per_image, per_channel, per_row * down, size * across, size))
 
     def put_back(self, columns: Array, out: Array) -> None:
-        """Write to ``out`` (N, C, H, W) the sums over the rows of a window: columns is (N, I * C, pitch)."""
+        """Write to ``out`` (N, C, H, W) the sums over the rows of a window: columns is (I * C, N * pitch)."""
         n = len(out)
-        if self.windows.pointwise:
-            out[...] = columns.reshape(out.shape)
-            return
         image = out
         if self.pads:
             image = np.empty((n, self.channels, self.height, self.width), out.dtype)
         flat = image.reshape(n, self.channels, self.height * self.width)
-        pieces = columns.reshape(n, self.tall, self.channels, self.pitch)
+        pieces = columns.reshape(self.tall, self.channels, n, self.pitch).swapaxes(1, 2)
         flat[..., self.pitch :] = 0
-        flat[..., : self.pitch] = pieces[:, 0]
+        flat[..., : self.pitch] = pieces[0]
         for i in range(1, self.tall):
             start = i * self.windows.dilation[0] * self.width
             place = flat[..., start : start + self.pitch]
-            np.add(place, pieces[:, i], out=place)
+            np.add(place, pieces[i], out=place)
         if self.pads:
             out[...] = self._inside(image)
 

@@ -71,10 +71,10 @@ class PlainWindows(Kernels):
         n, _, height, width = x.shape
         count, outputs = windows.fit(height, width), len(weight)
         out = self.xp.empty((n, outputs, *count), x.dtype)
-        rows = weight.reshape(1, groups, outputs // groups, math.prod(weight.shape[1:]))
+        rows = weight.reshape(groups, outputs // groups, math.prod(weight.shape[1:]))
         for part in self._samples(x, weight, count):
-            columns = self._columns(x[part], windows, count, groups)
-            out[part] = self.gemm(rows, columns).reshape(out[part].shape)
+            product = self.gemm(rows, self._columns(x[part], windows, count, groups))
+            out[part] = product.reshape(outputs, -1, *count).swapaxes(0, 1)
         if bias is not None:
             out += bias.reshape(-1, 1, 1)
         if relu:
@@ -96,17 +96,17 @@ class PlainWindows(Kernels):
             g = self.relu_backward(g, out)
         channels = x.shape[1]
         count, outputs = windows.fit(*x.shape[2:]), len(weight)
-        rows = weight.reshape(1, groups, outputs // groups, math.prod(weight.shape[1:]))
+        rows = weight.reshape(groups, outputs // groups, math.prod(weight.shape[1:]))
         gx = self.xp.zeros(x.shape, x.dtype) if want_x else None
-        gweight = self.xp.zeros(rows.shape[1:], wide(weight.dtype)) if want_weight else None
+        gweight = self.xp.zeros(rows.shape, wide(weight.dtype)) if want_weight else None
         for part in self._samples(x, weight, count):
-            here = g[part].reshape(-1, groups, outputs // groups, math.prod(count))
+            here = g[part].swapaxes(0, 1).reshape(groups, outputs // groups, -1)
             if gweight is not None:
                 columns = self._columns(x[part], windows, count, groups)
-                gweight += self.gemm(here, columns.swapaxes(-1, -2)).sum(axis=0, dtype=gweight.dtype)
+                gweight += self.gemm(here, columns.swapaxes(-1, -2))
             if gx is not None:
                 columns = self.gemm(rows.swapaxes(-1, -2), here)
-                pieces = columns.reshape(len(here), channels, math.prod(windows.size), *count)
+                pieces = columns.reshape(channels, math.prod(windows.size), -1, *count)
                 self._scatter(pieces, gx[part], windows, count)
         gbias = self.sum(g, (0, 2, 3)) if want_bias else None
         if gweight is not None:
@@ -120,11 +120,10 @@ class PlainWindows(Kernels):
         return [slice(start, start + size) for start in range(0, len(x), size)]
 
     def _columns(self, x: Array, windows: Windows, count: Pair, groups: int) -> Array:
-        """Return the windows of x as (N, G, C / G * I * J, P * Q)."""
+        """Return the windows of x as (G, C / G * I * J, N * P * Q): all samples in one product."""
         n, channels = x.shape[:2]
-        if not windows.pointwise:
-            x = self._strided(self._padded(x, windows, 0), windows, count)
-        return x.reshape(n, groups, channels // groups * math.prod(windows.size), math.prod(count))
+        turned = self._strided(self._padded(x, windows, 0), windows, count).transpose(1, 2, 3, 0, 4, 5)
+        return turned.reshape(groups, channels // groups * math.prod(windows.size), n * math.prod(count))
 
     def _strided(self, padded: Array, windows: Windows, count: Pair) -> Array:
         """Return the windows of padded images as a view (N, C, I, J, P, Q)."""
@@ -147,13 +146,13 @@ class PlainWindows(Kernels):
         return padded
 
     def _scatter(self, pieces: Array, out: Array, windows: Windows, count: Pair) -> None:
-        """Add to ``out``, which is zero, what each place of a window holds: pieces is (N, C, I * J, P, Q)."""
+        """Add to ``out``, which is zero, what each place of a window holds: pieces is (C, I * J, N, P, Q)."""
         (down, across), (height, width) = windows.padding, out.shape[2:]
         whole = out
         if down or across:
             whole = self.xp.zeros((*out.shape[:2], height + 2 * down, width + 2 * across), out.dtype)
         for i, (rows, columns) in enumerate(windows.parts(count)):
-            whole[:, :, rows, columns] += pieces[:, :, i]
+            whole[:, :, rows, columns] += pieces[:, i].swapaxes(0, 1)
         if whole is not out:
             out[...] = whole[:, :, down : down + height, across : across + width]
 

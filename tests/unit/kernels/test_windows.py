@@ -35,6 +35,8 @@ CONVOLUTIONS = {
     "dilated": ((9, 8, 30, 28), (12, 8, 3, 2), Windows((3, 2), padding=(2, 1), dilation=(2, 3))),
     "pointwise": ((9, 32, 20, 20), (64, 32, 1, 1), Windows((1, 1))),
     "larger than a block": ((3, 64, 40, 40), (64, 64, 3, 3), Windows((3, 3))),
+    "small images": ((100, 40, 4, 6), (8, 40, 3, 3), Windows((3, 3), padding=(0, 1))),
+    "small images, pointwise": ((100, 40, 4, 4), (80, 40, 1, 1), Windows((1, 1))),
     "tall": ((7, 4, 200, 8), (6, 4, 5, 1), Windows((5, 1))),
 }
 
