@@ -76,9 +76,13 @@ class Communicator(ABC):
         rank: this rank, 0..size-1.
         size: number of ranks.
         transport: how bytes move, such as ``"mpi"``.
+        chunk_bytes: size of a middle chunk of a long buffer that is reduced while it is still being written.
+        chunk_edge: how many times smaller the first and the last chunk are.
     """
 
     transport = "none"
+    chunk_bytes = 4 << 20
+    chunk_edge = 4
 
     def __init__(self, rank: int, size: int, activity: Activity | None = None) -> None:
         self.rank = rank

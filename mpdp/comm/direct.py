@@ -63,6 +63,9 @@ class DirectCommunicator(Communicator):
         regions: the memory that ``allocate()`` gave out.
     """
 
+    chunk_bytes = 4 << 20  # far above small_bytes, so that the two waits of a chunk are a small part of it
+    chunk_edge = 4
+
     def __init__(
         self, rank: int, size: int, activity: Activity | None, lanes: dict[str, Lane], regions: Regions
     ) -> None:

@@ -45,6 +45,8 @@ class MpiCommunicator(Communicator):
     """
 
     transport = "mpi"
+    chunk_bytes = PIECE_BYTES  # one call of MPI a chunk
+    chunk_edge = 4
 
     def __init__(
         self,

@@ -160,6 +160,9 @@ class StagedCommunicator(Communicator):
         copies: how to copy; the default is CUDA's.
     """
 
+    chunk_bytes = PIECE_BYTES  # one pinned buffer a chunk: the copies of two chunks overlap
+    chunk_edge = 4
+
     def __init__(
         self,
         inner: Communicator,

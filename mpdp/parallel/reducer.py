@@ -31,7 +31,7 @@ class Reducer:
     Args:
         arena: the gradients.
         comm: the ranks (default: the arena's).
-        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+        chunk_bytes: size of a middle chunk in bytes (default: the transport's).
 
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order.
@@ -58,8 +58,10 @@ class Reducer:
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
         exchange(self.comm, Kind.CONSTRUCT, 0)
+        middle = chunk_bytes if chunk_bytes is not None else self.comm.chunk_bytes
         self.chunks = together(
-            self.comm, lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, chunk_bytes)
+            self.comm,
+            lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
         self._starts = [start for start, _ in self.chunks]
         self._views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
