@@ -25,6 +25,9 @@ def main(argv: Sequence[str]) -> int:
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    train.add_argument(
+        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+    )
     _add_all_reduce(commands)
     arguments = parser.parse_args(argv)
     if arguments.benchmark == "all-reduce":
@@ -44,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         batch=arguments.batch,
         quick=arguments.quick,
         json_path=arguments.json,
+        trace_path=arguments.trace,
     )
 
 

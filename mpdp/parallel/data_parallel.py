@@ -26,7 +26,7 @@ from .arena import GradientArena
 from .forms import leading_length, split_loss
 from .layout import Layout
 from .record import Kind, exchange
-from .reducer import FlushPlan
+from .reducer import FlushPlan, Reducer
 from .replica import Replica
 
 _PLANS = 256  # remembered tape signatures; a program with more different graphs recomputes plans
@@ -125,6 +125,11 @@ class DataParallel:
     def arena(self) -> GradientArena:
         """The gradients over ``layout``."""
         return self._replica.arena
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces them."""
+        return self._replica.reducer
 
     @property
     def weights(self) -> Any:

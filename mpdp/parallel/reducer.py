@@ -34,7 +34,7 @@ class Reducer:
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
 
     Attributes:
-        chunks: the (start, stop) element ranges that are reduced at once, in order.
+        chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
         step: finished reductions.
         opening: called once before the first chunk of a step is started; the caller sets it for each step.
 
@@ -64,7 +64,7 @@ class Reducer:
             lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
         self._starts = [start for start, _ in self.chunks]
-        self._views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
+        self.views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
         self._members = [0] * len(self.chunks)
         for first, last in self._span.values():
@@ -170,7 +170,7 @@ class Reducer:
         if self._next < upto:
             self.open()
         while self._next < upto:
-            self._requests.append(self.comm.start_all_reduce(self._views[self._next]))
+            self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
             self._next += 1
 
     def wait(self) -> None:
