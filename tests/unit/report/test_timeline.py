@@ -4,6 +4,7 @@ import json
 import time
 
 import numpy as np
+import on_device
 import pytest
 import traces
 from thread_ranks import run
@@ -108,6 +109,29 @@ def test_a_step_has_all_its_micro_batches_and_evaluation_is_no_step(tmp_path):
     assert names == [[*["forward", "loss", "backward"] * 3, "optimizer", f"step {i}"] for i in (1, 2)]
     timeline.write(str(tmp_path / "trace.json"))
     traces.load(tmp_path / "trace.json", 1, chunk_bytes(parallel))
+
+
+def test_a_gpu_has_a_row_of_its_stream(device, tmp_path):
+    parallel, optimizer = replica(on_device.world())
+    x, y = on_device.put(np.ones((8, 64), "float32")), on_device.put(np.zeros(8, "int64"))
+    with Timeline(parallel) as timeline:
+        for _ in range(3):
+            parallel.backward(nn.cross_entropy(parallel(x), y))
+            parallel.step(optimizer)
+    timeline.write(str(tmp_path / "trace.json"))
+    traces.load(tmp_path / "trace.json", 1, chunk_bytes(parallel))
+    for step in timeline.steps:
+        streamed = {span.name: span for span in step if span.row == "stream compute"}
+        if device.kind == "cpu":
+            assert not streamed
+            continue
+        whole = next(span for name, span in streamed.items() if name.startswith("step "))
+        host = next(span for span in step if span.row == "compute" and span.name == whole.name)
+        assert whole.start <= streamed["forward"].start < streamed["forward"].stop
+        assert (
+            streamed["forward"].stop <= streamed["backward"].start < streamed["optimizer"].stop <= whole.stop
+        )
+        assert whole.stop - host.start > 0  # no work of a stream before the host has given it
 
 
 def test_nothing_of_it_is_left_behind():
