@@ -30,6 +30,17 @@ def main(argv: Sequence[str]) -> int:
     )
     _add_all_reduce(commands)
     arguments = parser.parse_args(argv)
+    if arguments.benchmark == "all-reduce" and arguments.tune:
+        from . import tune
+
+        if arguments.sizes or arguments.plot or "mpi4py" in (arguments.transports or ()):
+            parser.error(f"--tune: expected no other choice than --transports {','.join(tune.TRANSPORTS)}")
+        return tune.run(
+            device=arguments.device,
+            transports=arguments.transports,
+            quick=arguments.quick,
+            json_path=arguments.json,
+        )
     if arguments.benchmark == "all-reduce":
         return _all_reduce(arguments)
     if arguments.batch is not None and arguments.batch < 1:
@@ -68,6 +79,9 @@ def _add_all_reduce(commands: Any) -> None:
         type=_some(CASES),
         default=None,
         help=f"some of {','.join(CASES)} (default: what runs here)",
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="measure the sizes that transports are cut by, and keep them"
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")

@@ -26,13 +26,13 @@ from ..comm.agreement import on_root
 from ..comm.base import Communicator
 from ..comm.choose import choose, over_mpi
 from ..comm.mpi import MpiCommunicator
+from ..comm.tuned import processor
 from ..parallel.arena import GradientArena
 from ..parallel.layout import SPAN
 from ..parallel.reducer import Reducer
 from ..world import World, init
 from . import CASES
 from .plot import plot_all_reduce, plotting
-from .train import processor
 
 SIZES = (*(8**i for i in range(1, 8)), 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = (8, 4096, 1 << 20, 16 << 20)

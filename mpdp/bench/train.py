@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import __version__
 from ..comm.agreement import on_root
+from ..comm.tuned import processor
 from ..report.timeline import STEPS, Timeline
 from ..training import Trainer
 from ..world import World, blas_threads, init
@@ -126,15 +127,3 @@ def _block(trainer: Trainer, batch: tuple[Any, Any], steps: int, comm: Any) -> f
     seconds = np.array([(time.perf_counter() - start) / steps])
     comm.all_reduce(seconds, op="max", lane="urgent")
     return float(seconds[0])
-
-
-def processor() -> str:
-    """Return the name of this machine's processor. **Local.**"""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -6,18 +6,27 @@ transport that was asked for by name and cannot work is an error on all ranks th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..device import CPU, Device
 from ..errors import CommunicationError, on_all_ranks
 from .base import Communicator
 from .flags import unordered
 from .mpi import MpiCommunicator
 from .shared_memory import Log, SharedMemoryCommunicator
+from .tuned import Sizes, told
 
 TRANSPORTS = ("auto", "shared_memory", "mpi", "mpi_device")
 
 
 def choose(
-    requested: str, mpi: MpiCommunicator, device: Device, num_nodes: int, log: Log
+    requested: str,
+    mpi: MpiCommunicator,
+    device: Device,
+    num_nodes: int,
+    log: Log,
+    tuned: Mapping[str, Sizes] | None = None,
 ) -> tuple[Communicator, str]:
     """Return the communicator of a world, and why it is this one.
 
@@ -29,13 +38,14 @@ def choose(
         device: of this rank; arrays of a GPU are staged through host memory.
         num_nodes: nodes the ranks are on.
         log: writes a level and a line, once for the job.
+        tuned: by transport, the sizes that take the place of its constants.
 
     Raises:
         CommunicationError: on all ranks, when the requested transport cannot work here.
     """
     if requested == "mpi_device":
         return mpi, "as asked for"
-    comm, reason = _for_host_arrays(requested, mpi, device, num_nodes, log)
+    comm, reason = _for_host_arrays(requested, mpi, device, num_nodes, log, tuned or {})
     if device != CPU:
         from .staged import StagedCommunicator
 
@@ -44,23 +54,31 @@ def choose(
 
 
 def _for_host_arrays(
-    requested: str, mpi: MpiCommunicator, device: Device, num_nodes: int, log: Log
+    requested: str,
+    mpi: MpiCommunicator,
+    device: Device,
+    num_nodes: int,
+    log: Log,
+    tuned: Mapping[str, Sizes],
 ) -> tuple[Communicator, str]:
+    mpi.use_sizes(**tuned.get("mpi", {}))
+    mpi_sizes = told(tuned.get("mpi", {}))
     if requested == "mpi":
-        return mpi, "as asked for"
+        return mpi, f"as asked for{mpi_sizes}"
     if requested == "auto" and device != CPU:
-        return mpi, "for ranks with a GPU"
+        return mpi, f"for ranks with a GPU{mpi_sizes}"
     reason = f"the ranks are on {num_nodes} nodes" if num_nodes > 1 else unordered()
     error: CommunicationError | None = None
     if reason is None:
         try:
-            comm = SharedMemoryCommunicator(mpi.duplicate(), log=log)
+            sizes: dict[str, Any] = dict(tuned.get("shared_memory", {}))
+            comm = SharedMemoryCommunicator(mpi.duplicate(), log=log, **sizes)
             why = "all ranks are on one node" if requested == "auto" else "as asked for"
-            return comm, f"{why}, by {comm.way}"
+            return comm, f"{why}, by {comm.way}{told(sizes)}"
         except CommunicationError as caught:
             error, reason = caught, str(caught)
     if requested == "auto":
-        return mpi, f"not shared_memory: {reason}"
+        return mpi, f"not shared_memory: {reason}{mpi_sizes}"
     raise on_all_ranks(
         CommunicationError(
             f'transport: expected shared_memory to work, got: {reason}; use transport="auto" or "mpi"'
