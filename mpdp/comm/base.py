@@ -269,7 +269,10 @@ class Communicator(ABC):
     # -- life
 
     def note(self, spans: Spans | None) -> None:
-        """Note from now on when messages travel, or stop doing so. **Local.**"""
+        """Note from now on when messages travel, or stop doing so.
+
+        **Local.** A transport that carries :meth:`start_all_reduce` in a way of its own notes there when it does.
+        """
         self.spans = spans
 
     @abstractmethod

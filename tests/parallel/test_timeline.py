@@ -21,11 +21,23 @@ def test_every_rank_has_its_rows(job, tmp_path, transport, workload, size):
     assert len(chunks) > 4 if workload == "chargpt" else len(chunks) == 1
     other = traces.load(path, size, chunks)["otherData"]
     assert other["transport"] == transport
+    if workload == "chargpt":  # chunks start in the course of backward, not at its end
+        check_spread(json.loads(path.read_text())["traceEvents"])
     for offset, error in zip(other["clock_offset_us"], other["clock_error_us"]):
         assert abs(offset) <= error  # one host, one clock
     assert 0 < figures["communication_us"] <= figures["traced_step_us"]
     # A rank that waits is not computing here, and the largest over ranks is taken of each figure alone.
     assert figures["exposed_communication_us"] == figures["communication_us"]
+
+
+def check_spread(events):
+    """Check that the first chunk starts in the first half of each backward pass in which it starts at all."""
+    own = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    backward = [e for e in own if e["name"] == "backward"]
+    starts = [e for e in own if e["name"] == "start chunk 0"]
+    assert len(backward) == len(starts) == 2
+    for whole, first in zip(backward, starts):
+        assert first["ts"] - whole["ts"] < whole["dur"] / 2
 
 
 def test_the_progress_thread_has_a_row_of_its_own(job):
