@@ -61,6 +61,7 @@ def run(*, device: str, transports: Sequence[str] | None, quick: bool, json_path
             "mpdp bench: error: --tune: expected 2 ranks or more, got 1; start it with mpirun -n N\n"
         )
         return 2
+    on_root(world.comm, tuned.check_folder)  # an error before time is spent
     if json_path not in (None, "-"):
         on_root(world.comm, lambda: open(str(json_path), "a", encoding="utf-8").close())
     say = sys.stderr if json_path == "-" else sys.stdout

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,26 @@ def write(transport: str, machine: Hardware, sizes: Sizes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": _FORMAT, "transport": transport, "hardware": machine, "sizes": sizes}
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(
+            json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n", encoding="utf-8"
+        )
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     return path
+
+
+def check_folder() -> None:
+    """Make the folder, and raise what :func:`write` would after minutes of measuring. **Local.**
+
+    Raises:
+        OSError: nothing can be written there.
+        RuntimeError: there is no home directory.
+    """
+    folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder()):
+        pass
 
 
 def read(transport: str, machine: Hardware, warn: Callable[[str], None]) -> Sizes:

@@ -83,3 +83,13 @@ def test_tuning_is_kept_for_the_next_start(job, tmp_path, size):
     assert all({name: value[name] for name in expected} == expected for value in again.results)
     assert all(value["hardware"] == found["hardware"] for value in again.results)
     assert "; tuned: small_bytes " in again.output
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_measured(job, tmp_path):
+    line, settings = launching.mpirun(2)
+    (tmp_path / "file").touch()
+    words = ["-m", "mpdp", "bench", "all-reduce", "--tune", "--quick"]
+    environ = {**settings, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    done = launching.run([*line, sys.executable, *words], environ=environ)
+    assert done.rc != 0 and not done.timed_out and not done.orphans, done
+    assert "NotADirectoryError" in done.output and "small_bytes" not in done.output

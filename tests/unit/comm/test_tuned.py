@@ -211,3 +211,14 @@ def test_no_bit_depends_on_the_chunks():
 
     results = run(3, reduce)
     assert len({content for found in results for content in found}) == 1
+
+
+def test_nothing_half_written_is_left(monkeypatch, cache):
+    def full(path, target):
+        raise OSError("no space left")
+
+    tuned.check_folder()
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        tuned.write("shared_memory", MACHINE, SIZES)
+    assert list(cache.iterdir()) == []
