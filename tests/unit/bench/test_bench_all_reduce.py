@@ -40,7 +40,16 @@ def test_sizes_are_bytes_with_units():
 
 @pytest.mark.parametrize(
     "words",
-    [["--sizes", "0"], ["--sizes", "8,"], ["--sizes", "x"], ["--dtypes", "int3"], ["--transports", "pigeon"]],
+    [
+        ["--sizes", "0"],
+        ["--sizes", "8,"],
+        ["--sizes", "x"],
+        ["--dtypes", "int3"],
+        ["--transports", "pigeon"],
+        ["--transports", "nccl"],
+        ["--transports", "mpi,shared_memory", "--device", "cuda"],
+        ["--device", "tpu"],
+    ],
 )
 def test_usage_errors_exit_with_2(words, capsys):
     with pytest.raises(SystemExit) as caught:
