@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
+from .. import __version__, guard
 from ..comm.agreement import on_root, together
 from ..comm.base import Communicator
 from ..comm.choose import choose, over_mpi
@@ -146,6 +146,7 @@ class _Bench:
                 world.log("info", f"not measured: {name}, {error}")
             else:
                 self._made.append(found[name])
+                guard.current.at_end(found[name].release)
         return found
 
     def _start_torch(self, python: str | None, asked_for: bool) -> TorchPeer | None:
