@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpdp import bench
-from mpdp.bench import _sizes, all_reduce
+from mpdp.bench import _sizes, all_reduce, reductions
 from mpdp.bench.plot import plot_all_reduce
 from mpdp.errors import MissingDependencyError
 
@@ -30,6 +30,16 @@ def test_a_world_of_one_measures_its_own_transport(tmp_path, capsys):
     assert all(line.endswith("right") for line in table[1:])
     assert bench.main(["all-reduce", "--quick", "--sizes", "8", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_a_wrong_sum_is_shown_and_makes_the_status_1(monkeypatch, capsys):
+    class Wrong(reductions.Here):
+        def is_right(self):
+            return False
+
+    monkeypatch.setattr(reductions, "Here", Wrong)
+    assert bench.main(["all-reduce", "--quick", "--sizes", "8"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("WRONG")
 
 
 def test_sizes_are_bytes_with_units():
