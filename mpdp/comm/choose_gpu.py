@@ -105,3 +105,10 @@ def choose_for_gpus(
             ) from cause
         refusals.append(f"not {transport}: {why}")
     raise AssertionError("staging always works")
+
+
+def host_of(comm: Communicator) -> Communicator:
+    """Return the communicator that carries the host arrays of one between GPUs; any other itself. **Local.**"""
+    while isinstance(inner := getattr(comm, "host", getattr(comm, "inner", None)), Communicator):
+        comm = inner
+    return comm

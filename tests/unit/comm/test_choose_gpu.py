@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpdp.comm.choose_gpu import choose_for_gpus
+from mpdp.comm.choose_gpu import choose_for_gpus, host_of
 from mpdp.comm.solo import SoloCommunicator
 from mpdp.device import Device
 from mpdp.errors import CommunicationError, DeviceError, on_all_ranks
@@ -124,3 +124,16 @@ def test_an_error_of_one_rank_alone_is_no_reason_to_choose_another():
 
     with pytest.raises(DeviceError, match="out of order"):
         choose_for_gpus("auto", Two(), GPU, 1, 1, makers={"cuda_ipc": broken})
+
+
+def test_the_communicator_that_carries_host_arrays():
+    class Around(SoloCommunicator):
+        def __init__(self, **inner):
+            super().__init__()
+            vars(self).update(inner)
+
+    plain = SoloCommunicator()
+    assert host_of(plain) is plain
+    assert host_of(Around(host=plain)) is plain
+    assert host_of(Around(inner=Around(host=plain))) is plain
+    assert host_of(wide := Around(host="a host's name")) is wide
