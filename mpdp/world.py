@@ -114,10 +114,11 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     Args:
         device: ``"auto"`` (a GPU if CuPy is installed and sees one, else the CPU), ``"cpu"``, ``"cuda"`` (the GPU
             of the local rank, see ``docs/devices.md``) or ``"cuda:<ordinal>"`` (the same on every rank).
-        transport: ``"auto"``, ``"shared_memory"`` (ranks of one node), ``"mpi"``, or ``"mpi_device"``: GPU pointers
-            are handed to MPI, on your word that it is CUDA-aware; with another one that is a segmentation fault.
-            With the first two, GPU arrays travel through host memory. What ``"auto"`` is can be said in the
-            environment: ``MPDP_TRANSPORT=mpi``.
+        transport: ``"auto"`` (the fastest that works here; the log says which, and why), ``"shared_memory"`` (ranks
+            of one node) or ``"mpi"``. For GPUs ``"cuda_ipc"`` (one node), ``"nccl"`` (one rank a GPU), ``"staged"``
+            (through host memory, as with the two before) or ``"mpi_device"``: GPU pointers are handed to MPI, on
+            your word that it is CUDA-aware; with another one that is a segmentation fault. What ``"auto"`` is can
+            be said in the environment: ``MPDP_TRANSPORT=mpi``.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
     Raises:
@@ -158,8 +159,8 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
 
 
 def _inner(transport: str) -> tuple[str, ...]:
-    """Return what a program may call a transport: staged(mpi) answers to mpi too."""
-    return (transport.removeprefix("staged(").removesuffix(")"),)
+    """Return what a program may call a transport: staged(mpi) answers to staged and mpi too."""
+    return transport.partition("(")[0], transport.removeprefix("staged(").removesuffix(")")
 
 
 def current_world() -> World:
@@ -252,10 +253,12 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
             say(0, control.size, level, message)
 
     sizes = tuned.agreed(control, tuned.hardware(control, chosen, place[3]), log)
-    comm, reason = choose(wanted, control, chosen, place[3], log, sizes)
+    ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    comm, reason = choose(wanted, control, chosen, place[3], log, ranks_per_device, sizes)
+    guard.current.at_end(comm.release)
     world = _world(comm, chosen, timeout, activity, place, comm.transport)
     world.transport_reason = reason
-    world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    world.ranks_per_device = ranks_per_device
     _announce(world, why)
     return world
 

@@ -289,6 +289,12 @@ class Communicator(ABC):
     def close(self) -> None:  # noqa: B027  most transports hold nothing
         """Release what the communicator holds. **Local.**"""
 
+    def release(self) -> None:  # noqa: B027  most transports hold nothing
+        """Let go of what belongs to other ranks, at the end of the process, when all ranks have left. **Local.**
+
+        Enters no collective. Serves the duplicates too, and may be called again.
+        """
+
     # -- for transports
 
     @abstractmethod

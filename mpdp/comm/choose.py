@@ -1,7 +1,8 @@
 """The choice of a transport: agreed by all ranks, with the reason for the log.
 
-``auto`` takes shared memory for CPU ranks that are all on one node and can map each other's memory, else MPI. A
-transport that was asked for by name and cannot work is an error on all ranks that says why.
+``auto`` takes shared memory for CPU ranks that are all on one node and can map each other's memory, else MPI; what it
+takes for GPUs is told in ``choose_gpu``. A transport that was asked for by name and cannot work is an error on all
+ranks that says why.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any
 from ..device import CPU, Device
 from ..errors import CommunicationError, on_all_ranks
 from .base import Communicator
+from .choose_gpu import GPU_TRANSPORTS, choose_for_gpus
 from .flags import unordered
 from .mpi import MpiCommunicator
 from .shared_memory import Log, SharedMemoryCommunicator
 from .tuned import Sizes, told
 
-TRANSPORTS = ("auto", "shared_memory", "mpi", "mpi_device")
+TRANSPORTS = ("auto", "shared_memory", "mpi", *GPU_TRANSPORTS, "mpi_device")
 
 
 def choose(
@@ -26,6 +28,7 @@ def choose(
     device: Device,
     num_nodes: int,
     log: Log,
+    ranks_per_device: int = 1,
     tuned: Mapping[str, Sizes] | None = None,
 ) -> tuple[Communicator, str]:
     """Return the communicator of a world, and why it is this one.
@@ -35,9 +38,10 @@ def choose(
     Args:
         requested: one of ``TRANSPORTS``.
         mpi: the ranks; the communicator belongs to the result from then on.
-        device: of this rank; arrays of a GPU are staged through host memory.
+        device: of this rank.
         num_nodes: nodes the ranks are on.
         log: writes a level and a line, once for the job.
+        ranks_per_device: most ranks that share a GPU.
         tuned: by transport, the sizes that take the place of its constants.
 
     Raises:
@@ -45,7 +49,16 @@ def choose(
     """
     if requested == "mpi_device":
         return mpi, "as asked for"
-    comm, reason = _for_host_arrays(requested, mpi, device, num_nodes, log, tuned or {})
+    if device != CPU and requested in ("auto", *GPU_TRANSPORTS):
+        return choose_for_gpus(requested, mpi, device, num_nodes, ranks_per_device)
+    if requested in GPU_TRANSPORTS:
+        raise on_all_ranks(
+            CommunicationError(
+                f"transport: expected auto, shared_memory or mpi on CPU ranks, got {requested}; use "
+                'device="cuda", or leave it out'
+            )
+        )
+    comm, reason = _for_host_arrays(requested, mpi, num_nodes, log, tuned or {})
     if device != CPU:
         from .staged import StagedCommunicator
 
@@ -56,7 +69,6 @@ def choose(
 def _for_host_arrays(
     requested: str,
     mpi: MpiCommunicator,
-    device: Device,
     num_nodes: int,
     log: Log,
     tuned: Mapping[str, Sizes],
@@ -65,8 +77,6 @@ def _for_host_arrays(
     mpi_sizes = told(tuned.get("mpi", {}))
     if requested == "mpi":
         return mpi, f"as asked for{mpi_sizes}"
-    if requested == "auto" and device != CPU:
-        return mpi, f"for ranks with a GPU{mpi_sizes}"
     reason = f"the ranks are on {num_nodes} nodes" if num_nodes > 1 else unordered()
     error: CommunicationError | None = None
     if reason is None:

@@ -183,17 +183,17 @@ class MpiCommunicator(Communicator):
     def _all_reduce(self, array: Any, op: str, lane: str) -> None:
         comm = self._lane(lane, array)
         for piece in self._pieces(array):
-            wide = _encode(piece, op)
+            wide = encode(piece, op)
             comm.Allreduce(self._mpi.IN_PLACE, wide, op=self._ops[op])
-            _decode(wide, piece, op)
+            decode(wide, piece, op)
 
     def _reduce(self, array: Any, op: str, root: int, lane: str) -> None:
         comm = self._lane(lane, array)
         for piece in self._pieces(array):
-            wide = _encode(piece, op)
+            wide = encode(piece, op)
             if self.rank == root:
                 comm.Reduce(self._mpi.IN_PLACE, wide, op=self._ops[op], root=root)
-                _decode(wide, piece, op)
+                decode(wide, piece, op)
             else:
                 comm.Reduce(wide, None, op=self._ops[op], root=root)
 
@@ -234,7 +234,7 @@ class MpiCommunicator(Communicator):
             comm.Recv(piece, source=source)
 
 
-def _encode(piece: Any, op: str) -> Any:
+def encode(piece: Any, op: str) -> Any:
     """Return what MPI reduces for ``piece``: itself, a float32 copy, or for a float maximum sortable integers.
 
     MPI leaves the maximum of (1, NaN) open: Open MPI loses the NaN, MPICH gives ranks different answers.
@@ -251,7 +251,7 @@ def _encode(piece: Any, op: str) -> Any:
     return wide
 
 
-def _decode(wide: Any, piece: Any, op: str) -> None:
+def decode(wide: Any, piece: Any, op: str) -> None:
     """Write the reduced form back into ``piece``."""
     if wide is piece:
         return

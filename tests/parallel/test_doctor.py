@@ -17,6 +17,9 @@ def test_the_job_is_described_once(job, tmp_path, size):
     assert report["job"]["transport_reason"].startswith(
         "all ranks are on one node" if size > 1 else "a world of one"
     )
+    if size > 1:  # what was foreseen is what was taken
+        kind = "gpu" if report["job"]["by_rank"][0]["device"].startswith("cuda") else "cpu"
+        assert report["auto"][kind]["transport"] == report["job"]["transport"]
     assert report["job"]["thread_level"] == "multiple"
     assert [r["rank"] for r in report["job"]["by_rank"]] == list(range(size))
     assert result.output.count("packages:") == 1

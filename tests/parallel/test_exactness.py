@@ -61,11 +61,14 @@ def test_ranks_over_mpi_equal_a_plain_loop(job, expected, tmp_path, size, dtype,
     check(job, expected, tmp_path, size, dtype, kind, "cpu", "mpi")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [("auto", 1), ("cuda_ipc", 2), ("cuda_ipc", 3), ("cuda_ipc", 4), ("staged", 2), ("staged", 3)],
+)
 @pytest.mark.parametrize(("dtype", "kind"), KINDS)
-def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, size, dtype, kind):
-    """Several ranks share one GPU; gradients travel through host memory."""
-    check(job, expected, tmp_path, size, dtype, kind, "cuda")
+def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, transport, size, dtype, kind):
+    """Several ranks may share one GPU; gradients travel through memory that all have mapped, or through the host."""
+    check(job, expected, tmp_path, size, dtype, kind, "cuda", transport)
 
 
 def check(job, expected, tmp_path, size, dtype, kind, device, transport="auto"):

@@ -35,7 +35,7 @@ def test_a_rank_killed_inside_a_collective_ends_the_job_and_leaves_no_memory(job
     words = ["killed"] if message == "large" else ["killed", "shared_memory"]
     before = shm()
     result = job(PROGRAM, *words, n=3, form=form)
-    assert result.rc != 0 and result.seconds < WITHIN and not result.orphans, result
+    assert result.rc != 0 and result.seconds < WITHIN * launching.crowding() and not result.orphans, result
     if form == "mpdp run":
         assert re.search(r"rank 1 died: .* while rank \d is in step 3 \(all_reduce\)", result.output), result
     assert len(result.output.split("] error ")) <= 2, result

@@ -54,3 +54,11 @@ def test_choices_of_the_table_do_not_go_with_it(words, capsys):
         bench.main(["all-reduce", "--tune", *words])
     assert caught.value.code == 2
     assert "--tune: expected no other choice than --transports shared_memory,mpi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_gpus_are_not_tuned_yet(device, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["all-reduce", "--tune", "--device", device])
+    assert caught.value.code == 2
+    assert f"--tune: expected --device cpu, got {device}" in capsys.readouterr().err
