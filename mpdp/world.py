@@ -238,6 +238,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         if why:
             say(0, 1, "info", f"device {chosen}: {why}")
         return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+    from .comm import tuned
     from .comm.mpi import MpiCommunicator
 
     place = _place(mpi, raw)
@@ -251,8 +252,9 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         if control.rank == 0:
             say(0, control.size, level, message)
 
+    sizes = tuned.agreed(control, tuned.hardware(control, chosen, place[3]), log)
     ranks_per_device = _ranks_per_device(mpi, raw, chosen)
-    comm, reason = choose(wanted, control, chosen, place[3], log, ranks_per_device)
+    comm, reason = choose(wanted, control, chosen, place[3], log, ranks_per_device, sizes)
     guard.current.at_end(comm.release)
     world = _world(comm, chosen, timeout, activity, place, comm.transport)
     world.transport_reason = reason

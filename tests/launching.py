@@ -185,6 +185,7 @@ def run(
             "PYTHONPATH": os.pathsep.join(part for part in path if part),
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": os.path.join(results, "cache"),  # no sizes that somebody has tuned here
         }
         for name, value in (environ or {}).items():
             if value is None:

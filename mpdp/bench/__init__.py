@@ -31,6 +31,9 @@ def main(argv: Sequence[str]) -> int:
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    train.add_argument(
+        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+    )
     _add_all_reduce(commands)
     arguments = parser.parse_args(argv)
     kind = "auto"
@@ -39,6 +42,21 @@ def main(argv: Sequence[str]) -> int:
             kind = as_device(arguments.device).kind
         except ValueError as error:
             parser.error(str(error))
+    if arguments.benchmark == "all-reduce" and arguments.tune:
+        from . import tune
+
+        if kind != "cpu":
+            parser.error(
+                f"--tune: expected --device cpu, got {arguments.device}; GPUs have no measured sizes yet"
+            )
+        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tune.TRANSPORTS}:
+            parser.error(f"--tune: expected no other choice than --transports {','.join(tune.TRANSPORTS)}")
+        return tune.run(
+            device=arguments.device,
+            transports=arguments.transports,
+            quick=arguments.quick,
+            json_path=arguments.json,
+        )
     if arguments.benchmark == "all-reduce":
         known = cases_of(kind) if kind != "auto" else (*CASES, *GPU_CASES)
         for name in arguments.transports or ():
@@ -55,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
         batch=arguments.batch,
         quick=arguments.quick,
         json_path=arguments.json,
+        trace_path=arguments.trace,
     )
 
 
@@ -81,6 +100,9 @@ def _add_all_reduce(commands: Any) -> None:
         metavar="PATH",
         default=None,
         help="a Python that has PyTorch, if this one has not: compare with its gloo, on GPUs its NCCL",
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="measure the sizes that transports are cut by, and keep them"
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")

@@ -26,6 +26,7 @@ from ..comm.agreement import on_root, together
 from ..comm.base import Communicator
 from ..comm.choose import choose, over_mpi
 from ..comm.choose_gpu import host_of
+from ..comm.tuned import processor
 from ..device_memory import devices
 from ..errors import CommunicationError, MpdpError, on_all_ranks
 from ..world import World, init
@@ -33,7 +34,6 @@ from . import cases_of
 from .plot import plot_all_reduce, plotting
 from .reductions import MANY, GpuMemory, HostMemory, Way, as_dtype, ways
 from .torch_peer import TorchPeer, TorchWay, find_torch
-from .train import processor
 
 SIZES = (*(8**i for i in range(1, 8)), 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = (8, 4096, 1 << 20, 16 << 20)

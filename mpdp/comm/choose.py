@@ -7,6 +7,9 @@ ranks that says why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..device import CPU, Device
 from ..errors import CommunicationError, on_all_ranks
 from .base import Communicator
@@ -14,6 +17,7 @@ from .choose_gpu import GPU_TRANSPORTS, choose_for_gpus
 from .flags import unordered
 from .mpi import MpiCommunicator
 from .shared_memory import Log, SharedMemoryCommunicator
+from .tuned import Sizes, told
 
 TRANSPORTS = ("auto", "shared_memory", "mpi", *GPU_TRANSPORTS, "mpi_device")
 
@@ -25,6 +29,7 @@ def choose(
     num_nodes: int,
     log: Log,
     ranks_per_device: int = 1,
+    tuned: Mapping[str, Sizes] | None = None,
 ) -> tuple[Communicator, str]:
     """Return the communicator of a world, and why it is this one.
 
@@ -37,6 +42,7 @@ def choose(
         num_nodes: nodes the ranks are on.
         log: writes a level and a line, once for the job.
         ranks_per_device: most ranks that share a GPU.
+        tuned: by transport, the sizes that take the place of its constants.
 
     Raises:
         CommunicationError: on all ranks, when the requested transport cannot work here.
@@ -52,7 +58,7 @@ def choose(
                 'device="cuda", or leave it out'
             )
         )
-    comm, reason = _for_host_arrays(requested, mpi, num_nodes, log)
+    comm, reason = _for_host_arrays(requested, mpi, num_nodes, log, tuned or {})
     if device != CPU:
         from .staged import StagedCommunicator
 
@@ -61,21 +67,28 @@ def choose(
 
 
 def _for_host_arrays(
-    requested: str, mpi: MpiCommunicator, num_nodes: int, log: Log
+    requested: str,
+    mpi: MpiCommunicator,
+    num_nodes: int,
+    log: Log,
+    tuned: Mapping[str, Sizes],
 ) -> tuple[Communicator, str]:
+    mpi.use_sizes(**tuned.get("mpi", {}))
+    mpi_sizes = told(tuned.get("mpi", {}))
     if requested == "mpi":
-        return mpi, "as asked for"
+        return mpi, f"as asked for{mpi_sizes}"
     reason = f"the ranks are on {num_nodes} nodes" if num_nodes > 1 else unordered()
     error: CommunicationError | None = None
     if reason is None:
         try:
-            comm = SharedMemoryCommunicator(mpi.duplicate(), log=log)
+            sizes: dict[str, Any] = dict(tuned.get("shared_memory", {}))
+            comm = SharedMemoryCommunicator(mpi.duplicate(), log=log, **sizes)
             why = "all ranks are on one node" if requested == "auto" else "as asked for"
-            return comm, f"{why}, by {comm.way}"
+            return comm, f"{why}, by {comm.way}{told(sizes)}"
         except CommunicationError as caught:
             error, reason = caught, str(caught)
     if requested == "auto":
-        return mpi, f"not shared_memory: {reason}"
+        return mpi, f"not shared_memory: {reason}{mpi_sizes}"
     raise on_all_ranks(
         CommunicationError(
             f'transport: expected shared_memory to work, got: {reason}; use transport="auto" or "mpi"'

@@ -63,6 +63,9 @@ class DirectCommunicator(Communicator):
         regions: the memory that ``allocate()`` gave out.
     """
 
+    chunk_bytes = 4 << 20  # far above small_bytes, so that the two waits of a chunk are a small part of it
+    chunk_edge = 4
+
     def __init__(
         self, rank: int, size: int, activity: Activity | None, lanes: dict[str, Lane], regions: Regions
     ) -> None:
@@ -200,7 +203,7 @@ class DirectCommunicator(Communicator):
             self._run_small(lane, call)
         else:
             lane.announce(call, self._regions.locate(call.array))
-            self._carry_out_first(lane)
+            self._carry_out(lane)
             lane.flags.wait(DONE, call.number)
 
     def _run_small(self, lane: Lane, call: Call) -> None:
@@ -243,6 +246,14 @@ class DirectCommunicator(Communicator):
 
     def _carry_out_first(self, lane: Lane) -> None:
         """Do this rank's part of the first announced collective; its result is complete when all are DONE."""
+        if self.spans is None:
+            self._carry_out(lane)
+        else:
+            name = next(name for name, other in self._lanes.items() if other is lane)
+            with self.spans.message(name, lane.announced[0].array):
+                self._carry_out(lane)
+
+    def _carry_out(self, lane: Lane) -> None:
         call = lane.announced.popleft()
         self._meet(lane, call.number, call.signature)
         word = LOCATIONS + call.number % HISTORY

@@ -42,9 +42,12 @@ class MpiCommunicator(Communicator):
         piece_bytes: largest message of one MPI call, in bytes.
         progress: ``"caller"`` (blocking calls in the calling thread) or ``"thread"``.
         device_pointers: hand GPU arrays to MPI, on the user's word that it is CUDA-aware.
+        chunk_bytes: see :class:`Communicator`.
     """
 
     transport = "mpi"
+    chunk_bytes = PIECE_BYTES  # one call of MPI a chunk
+    chunk_edge = 4
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class MpiCommunicator(Communicator):
         piece_bytes: int = PIECE_BYTES,
         progress: str = "caller",
         device_pointers: bool = False,
+        chunk_bytes: int | None = None,
     ) -> None:
         if progress not in ("caller", "thread"):
             raise ValueError(f'progress: expected "caller" or "thread", got {progress!r}')
@@ -68,6 +72,7 @@ class MpiCommunicator(Communicator):
         self._owners = {lane: threading.get_ident() for lane in LANES}
         self._windows: list[Any] = []
         self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
         self.progress = progress
         self.device_pointers = device_pointers
         if device_pointers:
@@ -89,7 +94,19 @@ class MpiCommunicator(Communicator):
             piece_bytes=self.piece_bytes,
             progress=self.progress,
             device_pointers=self.device_pointers,
+            chunk_bytes=self.chunk_bytes,
         )
+
+    @property
+    def vendor(self) -> str:
+        """Name and version of the MPI, such as ``"MPICH 4.3.0"``."""
+        name, version = self._mpi.get_vendor()
+        return f"{name} {'.'.join(map(str, version))}"
+
+    def use_sizes(self, piece_bytes: int | None = None, chunk_bytes: int | None = None) -> None:
+        """Use other sizes from now on, also in duplicates. **Collective** in effect: the same on all ranks."""
+        self.piece_bytes = piece_bytes if piece_bytes is not None else self.piece_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
 
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         if self._thread is None or lane != "bulk":

@@ -26,7 +26,7 @@ from .arena import GradientArena
 from .forms import leading_length, split_loss
 from .layout import Layout
 from .record import Kind, exchange
-from .reducer import FlushPlan
+from .reducer import FlushPlan, Reducer
 from .replica import Replica
 
 _PLANS = 256  # remembered tape signatures; a program with more different graphs recomputes plans
@@ -51,7 +51,7 @@ class DataParallel:
         model: an ``nn.Module`` whose trainable parameters share one dtype; the same on every rank.
         world: the ranks (default: ``mpdp.init()``).
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
-        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+        chunk_bytes: size of a middle chunk in bytes (default: the transport's).
         seed: seed of dropout masks.
         nominal_count: samples one expects in a global batch; gradients are scaled by the power of two nearest
             to its inverse while they are summed, which costs no rounding and lets float16 survive.
@@ -125,6 +125,11 @@ class DataParallel:
     def arena(self) -> GradientArena:
         """The gradients over ``layout``."""
         return self._replica.arena
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces them."""
+        return self._replica.reducer
 
     @property
     def weights(self) -> Any:

@@ -58,7 +58,7 @@ class Trainer:
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
         graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
-        chunk_bytes: size of a middle chunk of the reduction in bytes.
+        chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
         keep: checkpoints to keep.
