@@ -220,8 +220,12 @@ class CudaGpu:
         function = self._functions.get((name, built))
         if function is None:
             function = self._functions[name, built] = self._module(built).get_function(name)
-        with stream:
+        current = self.current()
+        stream.use()
+        try:
             function((blocks,), (threads,), arguments)
+        finally:  # `with stream` would forget a stream that a program has made current by use()
+            current.use()
 
     def _module(self, built: tuple[Any, int, bool]) -> Any:
         if built not in self._modules:

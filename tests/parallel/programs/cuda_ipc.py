@@ -6,6 +6,7 @@ rounding.
 
 import sys
 import time
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -276,6 +277,23 @@ def more_than_two_to_the_31_bytes():
 
 
 @case
+def a_stream_made_current_by_use_stays_current():
+    comm, array = world.axis("data"), xp.ones(100_000, np.float32)
+    stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.get_current_stream().synchronize()
+    before = xp.cuda.get_current_stream()
+    stream.use()
+    try:
+        comm.all_reduce(array)
+        comm.start_all_reduce(array).wait()
+        assert xp.cuda.get_current_stream() == stream
+        assert bool((array == size * size).all())
+    finally:
+        stream.synchronize()
+        before.use()
+
+
+@case
 def buffers_come_and_go():
     if not isinstance(world.comm, CudaIpcCommunicator):
         return
@@ -289,7 +307,8 @@ def buffers_come_and_go():
         del array
         free.append(xp.cuda.runtime.memGetInfo()[0])
     assert len(comm.family.memory) <= 20
-    assert free[5] - free[-1] < (128 << 20) * size, [f >> 20 for f in free]
+    # Other jobs may take memory meanwhile, but not in every round.
+    assert sum(b < a for a, b in pairwise(free[5:])) < 10, [f >> 20 for f in free]
     other = comm.duplicate()
     value = xp.full(3, float(rank))
     other.all_reduce(value)

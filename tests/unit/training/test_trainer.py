@@ -549,7 +549,7 @@ def test_a_layer_replaced_after_wrapping_is_an_error():
     t = trainer(model=model)
     batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
     t.step(batch)
-    setattr(model, "1", nn.Linear(4, 3))
+    setattr(model, "1", nn.Linear(4, 3).to(t.world.device))
     with pytest.raises(
         mpdp.errors.DisagreementError, match=r"model: expected the parameters it had when it was wrapped"
     ):
