@@ -12,7 +12,13 @@ from ..device import as_device
 
 __all__ = ["main"]
 
-CASES = ("shared_memory", "mpi", "mpi4py", "torch")  # of all-reduce; mpi4py is one plain call of MPI
+CASES = (
+    "shared_memory",
+    "two_level",
+    "mpi",
+    "mpi4py",
+    "torch",
+)  # of all-reduce; mpi4py is one plain call of MPI
 GPU_CASES = ("cuda_ipc", "nccl", "staged", "mpi4py", "torch")
 
 

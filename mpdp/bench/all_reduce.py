@@ -142,7 +142,13 @@ class _Bench:
                 continue
             try:
                 found[name], _ = choose(
-                    name, mpi.duplicate(), world.device, world.num_nodes, world.log, world.ranks_per_device
+                    name,
+                    mpi.duplicate(),
+                    world.device,
+                    world.node,
+                    world.num_nodes,
+                    world.log,
+                    world.ranks_per_device,
                 )
             except MpdpError as error:
                 if transports is not None or not error.agreed:

@@ -63,7 +63,9 @@ def nccl_version(find: Callable[[], Any] = load) -> str | None:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def foresee(gpus: Mapping[str, Any], nodes: int, environ: Mapping[str, str]) -> dict[str, Any]:
+def foresee(
+    gpus: Mapping[str, Any], nodes: int, environ: Mapping[str, str], *, ranks: int | None = None
+) -> dict[str, Any]:
     """Return what ``transport="auto"`` would take for CPU ranks and for GPU ranks (None without a GPU), and why.
 
     **Local.**
@@ -72,8 +74,9 @@ def foresee(gpus: Mapping[str, Any], nodes: int, environ: Mapping[str, str]) -> 
         gpus: what :func:`links` returned, if there are GPUs.
         nodes: that the ranks are on.
         environ: where ``MPDP_TRANSPORT`` is looked up.
+        ranks: of the job (default: more than nodes).
     """
-    cpu = _for_cpu(nodes)
+    cpu = _for_cpu(nodes, nodes + 1 if ranks is None else ranks)
     gpu = _for_gpu(gpus, nodes) if gpus.get("peer_access") else None
     said = environ.get("MPDP_TRANSPORT", "auto")
     if said != "auto":
@@ -82,11 +85,17 @@ def foresee(gpus: Mapping[str, Any], nodes: int, environ: Mapping[str, str]) -> 
     return {"cpu": cpu, "gpu": gpu}
 
 
-def _for_cpu(nodes: int) -> dict[str, str]:
-    reason = f"the ranks are on {nodes} nodes" if nodes > 1 else unordered()
+def _for_cpu(nodes: int, ranks: int) -> dict[str, str]:
+    if 1 < nodes == ranks:
+        return {"transport": "mpi", "reason": f"the ranks are on {nodes} nodes, one on each"}
+    transport = "shared_memory" if nodes == 1 else "two_level"
+    reason = unordered()
     if reason is not None:
-        return {"transport": "mpi", "reason": f"not shared_memory: {reason}"}
-    return {"transport": "shared_memory", "reason": "all ranks are on one node"}
+        return {"transport": "mpi", "reason": f"not {transport}: {reason}"}
+    return {
+        "transport": transport,
+        "reason": f"the ranks are on {nodes} nodes" if nodes > 1 else "all ranks are on one node",
+    }
 
 
 def _for_gpu(gpus: Mapping[str, Any], nodes: int) -> dict[str, str]:

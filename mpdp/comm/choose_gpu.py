@@ -109,6 +109,6 @@ def choose_for_gpus(
 
 def host_of(comm: Communicator) -> Communicator:
     """Return the communicator that carries the host arrays of one between GPUs; any other itself. **Local.**"""
-    while isinstance(inner := getattr(comm, "host", getattr(comm, "inner", None)), Communicator):
-        comm = inner
+    while comm.transport.partition("(")[0] in GPU_TRANSPORTS:
+        comm = getattr(comm, "host", None) or comm.inner  # type: ignore[attr-defined]
     return comm

@@ -108,6 +108,23 @@ class MpiCommunicator(Communicator):
         self.piece_bytes = piece_bytes if piece_bytes is not None else self.piece_bytes
         self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
 
+    def split(self, color: int | None = None) -> MpiCommunicator:
+        """Return a communicator over the ranks that give the same color, in the order of ranks.
+
+        **Collective.**
+
+        Args:
+            color: None on all ranks: those that can share memory, so the ranks of one host.
+        """
+        if color is None:
+            part = self._lanes["urgent"].Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        else:
+            part = self._lanes["urgent"].Split(color, self.rank)
+        try:
+            return MpiCommunicator(part, self.activity, piece_bytes=self.piece_bytes)
+        finally:
+            part.Free()
+
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         if self._thread is None or lane != "bulk":
             return super().start_all_reduce(array, op=op, lane=lane)
@@ -130,6 +147,22 @@ class MpiCommunicator(Communicator):
         **Collective.** What benchmarks compare with: no pieces, no checks, MPI's own dtypes alone.
         """
         self._lanes["bulk"].Allreduce(self._mpi.IN_PLACE, array)
+
+    def swap(
+        self, outgoing: Sequence[tuple[int, Any]], incoming: Sequence[tuple[int, Any]], lane: str
+    ) -> None:
+        """Send arrays to some ranks while those of others come in; each is of one piece. Empty ones stay at home.
+
+        **Collective** over the ranks that are named.
+        """
+        comm = self._lane(lane)
+        requests = [comm.Irecv(array.view(np.uint8), source) for source, array in incoming if array.size]
+        requests += [comm.Isend(array.view(np.uint8), to) for to, array in outgoing if array.size]
+        self._mpi.Request.Waitall(requests)
+
+    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, lane: str) -> None:
+        """Fill row r with what rank r brings: a few bytes (uint8), equally many on all ranks. **Collective.**"""
+        self._lane(lane).Allgather(mine, rows)
 
     def shared_window(self, nbytes: int) -> list[np.ndarray]:
         """Return zeroed memory of every rank as uint8 arrays, in a window of MPI.

@@ -25,8 +25,8 @@ from .regions import Regions
 Log = Callable[[str, str], None]
 
 
-def _silent(level: str, message: str) -> None:
-    pass
+def silent(level: str, message: str) -> None:
+    """Write nothing. **Local.**"""
 
 
 class SharedMemoryCommunicator(DirectCommunicator):
@@ -61,7 +61,7 @@ class SharedMemoryCommunicator(DirectCommunicator):
         small_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
         chunk_bytes: int | None = None,
-        log: Log = _silent,
+        log: Log = silent,
     ) -> None:
         activity = activity if activity is not None else mpi.activity
         self.mpi, self._log = mpi, log
@@ -96,6 +96,10 @@ class SharedMemoryCommunicator(DirectCommunicator):
             chunk_bytes=self.chunk_bytes,
             log=self._log,
         )
+
+    def adopt(self, lane: str) -> None:
+        super().adopt(lane)
+        self.mpi.adopt(lane)
 
     def _allocate(self, nbytes: int, device: Device) -> Buffer:
         if device != CPU or nbytes == 0:

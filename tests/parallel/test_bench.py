@@ -30,6 +30,19 @@ def test_all_reduce_measures_every_transport_and_checks_every_sum(job, tmp_path,
     assert all(row["busbw"] == pytest.approx(row["algbw"] * 2 * (size - 1) / size) for row in rows)
 
 
+def test_all_reduce_between_nodes_measures_two_levels(job, tmp_path):
+    path = tmp_path / "result.json"
+    line, settings = launching.mpirun(3)
+    words = ["-m", "mpdp", "bench", "all-reduce", "--quick", "--sizes", "8,1M", "--json", str(path)]
+    launching.run(
+        [*line, sys.executable, *words], environ={**settings, "MPDP_NODES": "2"}, timeout=60
+    ).check()
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["right"] for row in rows)
+    large = ["two_level", "two_level, reducer", "mpi", "mpi, reducer", "mpi4py"]
+    assert [row["case"] for row in rows] == ["two_level", "mpi", "mpi4py", *large]
+
+
 def test_sixteen_bit_floats_have_no_row_of_plain_mpi(job, tmp_path):
     path = tmp_path / "result.json"
     line, settings = launching.mpirun(2)

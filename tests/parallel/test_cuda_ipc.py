@@ -58,7 +58,10 @@ def test_a_gpu_transport_for_cpu_ranks_is_an_error(job, tmp_path):
     result = job(program, n=2)
     assert result.rc != 0 and not result.timed_out and not result.orphans, f"{result}"
     assert (
-        result.output.count("transport: expected auto, shared_memory or mpi on CPU ranks, got cuda_ipc") >= 1
+        result.output.count(
+            "transport: expected auto, shared_memory, two_level or mpi on CPU ranks, got cuda_ipc"
+        )
+        >= 1
     )
 
 

@@ -112,8 +112,8 @@ def judge(result, fault, when, n, form, family):
     return wrong
 
 
-def run(job, fault, when, n, form, transport="auto"):
-    environ = {"FAULTY_TIMEOUT": timeout_of(fault), "MPDP_TRANSPORT": transport}
+def run(job, fault, when, n, form, transport="auto", nodes=None):
+    environ = {"FAULTY_TIMEOUT": timeout_of(fault), "MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
     return job(FAULTY, fault, when, n=n, form=form, timeout=20, environ=environ)
 
 
@@ -138,10 +138,22 @@ def test_one_rank_fails_while_the_others_are_inside_mpi(job, fault, n, form):
     assert not wrong, f"{wrong}: {result}"
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize(
+    "fault, n, form",
+    [("raise", 3, "mpirun"), ("exit_0", 3, "mpdp run"), ("kill", 3, "mpdp run"), ("stall", 3, "mpirun")],
+)
+def test_one_rank_fails_while_the_others_are_inside_two_levels(job, fault, n, form):
+    """Some wait for memory of their node, others inside MPI."""
+    result = run(job, fault, "middle", n, form, "two_level", "2")
+    wrong = judge(result, fault, "middle", n, form, _family())
+    assert not wrong, f"{wrong}: {result}"
+
+
+@pytest.mark.parametrize("transport, nodes", [("auto", None), ("mpi", None), ("two_level", "2")])
 @pytest.mark.parametrize("form", ["mpirun", "mpdp run"])
-def test_no_rank_fails(job, form, transport):
-    result = job(FAULTY, "nothing", "middle", n=3, form=form, environ={"MPDP_TRANSPORT": transport}).check()
+def test_no_rank_fails(job, form, transport, nodes):
+    environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
+    result = job(FAULTY, "nothing", "middle", n=3, form=form, environ=environ).check()
     assert result.results == [{"steps": 6, "size": 3}] * 3
     assert not REPORT.search(result.output)
 

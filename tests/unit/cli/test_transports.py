@@ -95,9 +95,12 @@ def test_what_auto_would_take_for_gpus(peers, nccl, nodes, transport, reason):
 def test_what_auto_would_take_for_cpu_ranks():
     assert foresee({}, 1, {})["cpu"]["transport"] == HERE
     assert foresee({}, 1, {})["gpu"] is None
-    assert foresee({}, 2, {})["cpu"] == {
+    several = foresee({}, 2, {}, ranks=3)["cpu"]
+    assert several == {"transport": HERE.replace("shared_memory", "two_level"), "reason": several["reason"]}
+    assert "the ranks are on 2 nodes" in several["reason"] or HERE == "mpi"
+    assert foresee({}, 2, {}, ranks=2)["cpu"] == {
         "transport": "mpi",
-        "reason": "not shared_memory: the ranks are on 2 nodes",
+        "reason": "the ranks are on 2 nodes, one on each",
     }
     said = foresee({"peer_access": BOTH, "nccl": None}, 1, {"MPDP_TRANSPORT": "mpi"})
     assert said["cpu"] == said["gpu"] == {"transport": "mpi", "reason": "MPDP_TRANSPORT says so"}

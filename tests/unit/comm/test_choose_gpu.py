@@ -134,6 +134,8 @@ def test_the_communicator_that_carries_host_arrays():
 
     plain = SoloCommunicator()
     assert host_of(plain) is plain
-    assert host_of(Around(host=plain)) is plain
-    assert host_of(Around(inner=Around(host=plain))) is plain
-    assert host_of(wide := Around(host="a host's name")) is wide
+    assert host_of(Around(transport="cuda_ipc", host=plain)) is plain
+    assert host_of(Around(transport="staged(nccl)", inner=Around(transport="nccl", host=plain))) is plain
+    levels = Around(transport="two_level", inner=plain)
+    assert host_of(levels) is levels
+    assert host_of(Around(transport="staged(two_level)", inner=levels)) is levels
