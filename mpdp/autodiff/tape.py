@@ -222,7 +222,9 @@ def _reachable(root: Node) -> list[Node]:
 
 def _checked(name: str, i: int, source: Any, gradient: Any, k: Any) -> Any:
     """Return a gradient after checking its shape and dtype against the input's."""
-    if getattr(gradient, "shape", None) == source.shape and gradient.dtype == source.dtype:
+    if getattr(gradient, "shape", None) == source.shape and (
+        gradient.dtype == source.dtype or (type(source) is not Node and source._takes(gradient.dtype))
+    ):
         # 0-d results of NumPy are scalars, which nothing can be added to in place.
         return gradient if isinstance(gradient, k.xp.ndarray) else k.xp.asarray(gradient)
     got = f"{gradient.dtype} {gradient.shape}" if hasattr(gradient, "dtype") else type(gradient).__name__

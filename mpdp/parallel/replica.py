@@ -26,11 +26,12 @@ from .replica_check import check_replicas
 
 
 class Binding:
-    """What bound parameters share: the update in progress, and whether a flag was changed behind our back."""
+    """What bound parameters share: the update in progress, and what was changed, or may have been, behind our back."""
 
     def __init__(self) -> None:
         self.update = 1
         self.dirty = False
+        self.stale = False
 
 
 class Replica:
