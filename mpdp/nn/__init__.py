@@ -9,7 +9,7 @@ from . import init
 from .layers import GELU, Dropout, Embedding, Flatten, LayerNorm, Linear, ReLU, Sequential, Tanh
 from .losses import Loss, check_class_indices, cross_entropy, mse
 from .metrics import accuracy
-from .module import Module
+from .module import Module, checkpoint
 from .seeding import current_seed, seed
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Tanh",
     "accuracy",
     "check_class_indices",
+    "checkpoint",
     "cross_entropy",
     "current_seed",
     "init",

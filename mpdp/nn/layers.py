@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Tensor, current_samples, ops
+from ..autodiff.samples import drawn
 from ..autodiff.tensor import unwrap
 from ..kernels.random import dropout_key, keep_threshold
 from . import init
@@ -158,8 +159,7 @@ class Dropout(Module):
         if context is None:
             # A module that no model was named for has no path: its creation index keeps masks apart.
             key = dropout_key(current_seed(), self.path or f"#{self._index}")
-            step, start, count = self._calls, 0, shape[0] if shape else 1
-            self._calls += 1
+            step, start, count = drawn(self._count_call), 0, shape[0] if shape else 1
             elements = math.prod(shape[1:])
         else:
             path = self.path or ""
@@ -169,6 +169,10 @@ class Dropout(Module):
         k = kernels.of(unwrap(x))
         mask = k.keep_mask(key, step, start, count, elements, keep_threshold(self.p))
         return ops.dropout(x, mask.reshape(shape), self.p)
+
+    def _count_call(self) -> int:
+        self._calls += 1
+        return self._calls - 1
 
 
 class ReLU(Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
-from ..wants import deliver
+from ..wants import WANTED, deliver
 
 
 def _softmax(k, x, axis):
@@ -33,29 +33,33 @@ def _layer_norm(k, x, weight, bias, shape, eps):
     rows = x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), width)
     scale, shift = (None if p is None else p.reshape(width) for p in (weight, bias))
     out, saved = k.layer_norm(rows, scale, shift, eps)
-    return out.reshape(x.shape), (saved, scale)
+    return out.reshape(x.shape), (saved, scale, None if bias is None else bias.dtype)
 
 
 def _layer_norm_backward(k, saved, g, wants, shape, eps):
-    saved, scale = saved
-    rows = g.reshape(math.prod(g.shape[: g.ndim - len(shape)]), math.prod(shape))
-    x = weight = bias = None
-    if len(shape) == 1:  # the parameters' gradients are rows already and go straight into their memory
-        weight = deliver(wants[1], k.layer_norm_weight_gradient, rows, saved)
-        bias = deliver(wants[2], k.sum_to, rows, shape)
-    else:
-        if wants[1] is not None:
-            weight = k.layer_norm_weight_gradient(rows, saved).reshape(shape)
-        if wants[2] is not None:
-            bias = k.sum_to(g, shape)
+    saved, scale, shift_dtype = saved
+    width = math.prod(shape)
+    rows = g.reshape(math.prod(g.shape[: g.ndim - len(shape)]), width)
+    weight = bias = x = None
+    if wants[1] is not None:
+        weight = _parameter(k, wants[1], shape, scale.dtype, k.layer_norm_weight_gradient, rows, saved)
+    if wants[2] is not None:
+        bias = _parameter(k, wants[2], shape, shift_dtype, k.sum_to, rows, (width,))
     if wants[0] is not None:
         x = k.layer_norm_backward(rows, saved, scale).reshape(g.shape)
     return x, weight, bias
 
 
+def _parameter(k, want, shape, dtype, kernel, *arrays):
+    """Return a gradient in its parameter's own dtype, which may be wider than that of the rows."""
+    if want is not WANTED and len(shape) == 1:  # it is a row already and goes straight into its memory
+        return deliver(want, kernel, *arrays)
+    return kernel(*arrays, k.xp.empty(math.prod(shape), dtype), 0.0).reshape(shape)
+
+
 _apply_softmax = Operation("softmax", _softmax, _softmax_backward)
 _apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward)
-_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward)
+_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward, wide=(1, 2))
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:

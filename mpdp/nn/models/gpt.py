@@ -99,7 +99,7 @@ class GPT(Module):
         if t > self.context:
             raise ValueError(f"index: expected at most {self.context} tokens a sequence, got {t}; cut it")
         x = self.tokens(index) + self.positions.weight[:t]
-        mask = self.mask.data[:t, :t]
+        mask = self.mask.data[:t, :t].astype(x.dtype, copy=False)  # 0 and -inf are exact in 16 bits
         for block in self.blocks:
             x = block(x, mask)
         return ops.linear(self.norm(x), self.tokens.weight)
