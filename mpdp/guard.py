@@ -65,6 +65,7 @@ class Guard:
         self._ending = False
         self._finalizes_mpi = False
         self._lock = threading.Lock()
+        self._at_end: list[Callable[[], None]] = []
         self._old_hook: Callable[..., Any] = sys.__excepthook__
         self._old_thread_hook: Callable[..., Any] = threading.__excepthook__
 
@@ -151,6 +152,13 @@ class Guard:
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""
         self.ring = ring
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Let ``call()`` run at this process's orderly end, when all ranks have left. **Local.**
+
+        It enters no collective: nobody watches any more.
+        """
+        self._at_end.append(call)
 
     # -- failures
 
@@ -280,6 +288,9 @@ class Guard:
             self.end(1)  # the program has caught an error of which the other ranks were told
         if self.ring is not None:
             self.ring.leave()
+            for call in reversed(self._at_end):
+                with contextlib.suppress(Exception):  # the work is done, and the system takes what is left
+                    call()
             self.ring.close()
             if self.announcement.rank == 0:
                 self._mark("finished", rank="all")

@@ -37,7 +37,8 @@ class World:
     Attributes:
         rank, size: this rank, and the number of ranks.
         local_rank, local_size: the same among the ranks of its node.
-        node, num_nodes: index of its node, and the number of nodes.
+        node, num_nodes: index of its node, and the number of nodes. ``MPDP_NODES=k`` in the environment declares
+            that contiguous groups of ranks are k nodes, to try on one host what happens between several.
         device: the device it owns, the current one of the thread that called :func:`init`.
         comm: control communicator; the reducer, loader and checks use :meth:`axis`.
         timeout: seconds a rank may wait inside a step.
@@ -114,10 +115,11 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     Args:
         device: ``"auto"`` (a GPU if CuPy is installed and sees one, else the CPU), ``"cpu"``, ``"cuda"`` (the GPU
             of the local rank, see ``docs/devices.md``) or ``"cuda:<ordinal>"`` (the same on every rank).
-        transport: ``"auto"``, ``"shared_memory"`` (ranks of one node), ``"mpi"``, or ``"mpi_device"``: GPU pointers
-            are handed to MPI, on your word that it is CUDA-aware; with another one that is a segmentation fault.
-            With the first two, GPU arrays travel through host memory. What ``"auto"`` is can be said in the
-            environment: ``MPDP_TRANSPORT=mpi``.
+        transport: ``"auto"`` (the fastest that works here; the log says which, and why), ``"shared_memory"`` (ranks
+            of one node), ``"two_level"`` (that inside nodes, MPI between them) or ``"mpi"``. For GPUs ``"cuda_ipc"``
+            (one node), ``"nccl"`` (one rank a GPU), ``"staged"`` (through host memory, as with the three before) or
+            ``"mpi_device"``: GPU pointers are handed to MPI, on your word that it is CUDA-aware; with another one
+            that is a segmentation fault. What ``"auto"`` is can be said in the environment: ``MPDP_TRANSPORT=mpi``.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
     Raises:
@@ -158,8 +160,8 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
 
 
 def _inner(transport: str) -> tuple[str, ...]:
-    """Return what a program may call a transport: staged(mpi) answers to mpi too."""
-    return (transport.removeprefix("staged(").removesuffix(")"),)
+    """Return what a program may call a transport: staged(mpi) answers to staged and mpi too."""
+    return transport.partition("(")[0], transport.removeprefix("staged(").removesuffix(")")
 
 
 def current_world() -> World:
@@ -237,23 +239,29 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         if why:
             say(0, 1, "info", f"device {chosen}: {why}")
         return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+    from .comm import tuned
     from .comm.mpi import MpiCommunicator
+    from .comm.nodes import VARIABLE, place
 
-    place = _place(mpi, raw)
-    threads.cap(place[1], os.environ)  # MPI knows the ranks of a node where a launcher does not say
     wanted = _wanted(transport)
     control = MpiCommunicator(raw, activity, device_pointers=wanted == "mpi_device")
-    _start_ring(control, activity, timeout, across_nodes=place[3] > 1)
+    found = place(control, os.environ.get(VARIABLE))
+    threads.cap(found.on_host, os.environ)  # MPI knows the ranks of a host where a launcher does not say
+    _start_ring(control, activity, timeout, across_nodes=found.num_nodes > 1)
     compare(control, "init", {"device": chosen.kind, "transport": wanted, "timeout": timeout})
 
     def log(level: str, message: str) -> None:
-        if control.rank == 0:
-            say(0, control.size, level, message)
+        if found.local_rank == 0:
+            say(control.rank, control.size, level, message)
 
-    comm, reason = choose(wanted, control, chosen, place[3], log)
-    world = _world(comm, chosen, timeout, activity, place, comm.transport)
+    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes), log)
+    ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    comm, reason = choose(wanted, control, chosen, found.node, found.num_nodes, log, ranks_per_device, sizes)
+    guard.current.at_end(comm.release)
+    place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes
+    world = _world(comm, chosen, timeout, activity, place_of_rank, comm.transport)
     world.transport_reason = reason
-    world.ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    world.ranks_per_device = ranks_per_device
     _announce(world, why)
     return world
 
@@ -315,21 +323,6 @@ def _import_mpi() -> Any:
 
 def _vendor(mpi: Any) -> str:
     return str(mpi.Get_library_version()).strip().splitlines()[0][:60]
-
-
-def _place(mpi: Any, raw: Any) -> tuple[int, int, int, int]:
-    """Return (local rank, local size, node, number of nodes), from MPI's own view of shared memory."""
-    local = raw.Split_type(mpi.COMM_TYPE_SHARED, key=raw.Get_rank())
-    local_rank, local_size = local.Get_rank(), local.Get_size()
-    leads = np.array([local_rank == 0], dtype=np.int64)
-    nodes = np.zeros(1, dtype=np.int64)
-    raw.Allreduce(leads, nodes, op=mpi.SUM)
-    node = np.zeros(1, dtype=np.int64)
-    raw.Exscan(leads, node, op=mpi.SUM)
-    index = np.array([0 if raw.Get_rank() == 0 else node[0]], dtype=np.int64)
-    local.Bcast(index, root=0)
-    local.Free()
-    return local_rank, local_size, int(index[0]), int(nodes[0])
 
 
 def _ranks_per_device(mpi: Any, raw: Any, device: Device) -> int:

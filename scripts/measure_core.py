@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpdp.bench.train import processor
+from mpdp.comm.tuned import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 ELEMENTS = 24_000_000  # of the model whose memory is measured: 96 MB of float32

@@ -17,7 +17,7 @@ ROUNDS = 12
 
 
 def main():
-    world = mpdp.init(device="cuda")
+    world = mpdp.init(device="cuda", transport="staged")
     comm, cupy = world.axis("data"), world.device.xp
     array = cupy.ones(BYTES // 4, dtype=np.float32)
 

@@ -11,6 +11,7 @@ from . import ops
 from .check import check
 from .operation import Operation, register
 from .parameter import Binding, Buffer, Parameter
+from .recompute import checkpoint, recomputing
 from .recording import no_grad
 from .samples import SampleContext, current_samples, samples
 from .tape import Tape
@@ -28,10 +29,12 @@ __all__ = [
     "Target",
     "Tensor",
     "check",
+    "checkpoint",
     "current_samples",
     "deliver",
     "no_grad",
     "ops",
+    "recomputing",
     "register",
     "samples",
 ]

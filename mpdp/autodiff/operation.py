@@ -14,7 +14,7 @@ from numpy import generic, ndarray
 from .. import kernels
 from ..device import same_device
 from ..kernels.cpu import KERNELS
-from ..kernels.precision import is_floating
+from ..kernels.precision import is_floating, wide
 from .recording import Node, recording
 from .tensor import Tensor, make
 
@@ -28,15 +28,22 @@ class Operation:
     Calling it takes tensors, arrays, Python or NumPy scalars (weak: they take the dtype of the arrays) and
     ``None``, passes keyword arguments through to both rules, and returns a :class:`Tensor`.
 
+    All floating arrays share one dtype. The inputs at the positions in ``wide`` may be float32 where that dtype has
+    16 bits; a parameter at such a position is read as its float32 master also where others are read as their
+    working copies.
+
     Raises:
         TypeError: floating dtypes that differ, or an argument that is none of the above.
         DeviceMismatchError: arrays on different devices.
     """
 
-    __slots__ = ("backward", "forward", "key", "name")
+    __slots__ = ("backward", "forward", "key", "name", "wide")
 
-    def __init__(self, name: str, forward: Forward, backward: Backward) -> None:
+    again = None  # a part of the graph that is computed again has a method here
+
+    def __init__(self, name: str, forward: Forward, backward: Backward, wide: tuple[int, ...] = ()) -> None:
         self.name = name
+        self.wide = frozenset(wide)
         self.forward = forward
         self.backward = backward
         self.key = int.from_bytes(name.encode(), "little")  # for the tape's signature
@@ -56,7 +63,10 @@ class Operation:
                 if value._requires_grad:
                     source = value._node or value
                     needed = True
-                value = value._data
+                if value._binding is None:
+                    value = value._data
+                else:
+                    value = value._read(len(arrays) in self.wide)
             sources.append(source)
             if type(value) is not ndarray:
                 if isinstance(value, generic):
@@ -75,9 +85,10 @@ class Operation:
                 first = value
             dtype = value.dtype
             if dtype is not floating and (floating is None or dtype != floating) and is_floating(dtype):
-                if floating is not None:
-                    raise self._mixed(inputs)
-                floating = dtype
+                if floating is None:
+                    floating = dtype
+                elif len(arrays) - 1 not in self.wide or dtype != wide(floating):
+                    raise self._mixed(arrays)
         if first is None:
             raise TypeError(f"{self.name}: expected at least one tensor or array, got none; use Tensor(...)")
         if plain:
@@ -97,14 +108,14 @@ class Operation:
             return make(out, None)
         return make(out, Node(self, sources, saved, attrs, k, out.shape, out.dtype))
 
-    def _mixed(self, inputs: tuple[Any, ...]) -> TypeError:
-        names = ", ".join(str(x.dtype) for x in inputs if hasattr(x, "dtype") and not isinstance(x, generic))
+    def _mixed(self, arrays: list[Any]) -> TypeError:
+        names = ", ".join(str(x.dtype) for x in arrays if hasattr(x, "dtype"))
         return TypeError(
             f"{self.name}: expected floating inputs of one dtype, got {names}; convert one with .astype(...)"
         )
 
 
-def register(name: str, forward: Forward, backward: Backward) -> Operation:
+def register(name: str, forward: Forward, backward: Backward, *, wide: tuple[int, ...] = ()) -> Operation:
     """Make an operation of your own; call the result with tensors. **Local.**
 
     ``forward(k, *arrays, **attrs) -> (out, saved)`` computes the result from arrays. ``k`` holds the kernels
@@ -120,6 +131,8 @@ def register(name: str, forward: Forward, backward: Backward) -> Operation:
         name: how errors and the tape's signature call it; equal on all ranks.
         forward: the forward rule.
         backward: the backward rule.
+        wide: positions of inputs that may be float32 beside 16-bit ones, as a layer norm's weight; a parameter there
+            is its float32 master under every precision, and its gradient is float32.
 
     Example:
         >>> import numpy as np
@@ -139,4 +152,4 @@ def register(name: str, forward: Forward, backward: Backward) -> Operation:
             raise TypeError(
                 f"{what}: expected a function, got {type(rule).__name__}; see the docs of register"
             )
-    return Operation(name, forward, backward)
+    return Operation(name, forward, backward, wide)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from .. import kernels
 from ..device import device_of, same_device
+from .recording import uses_copies
 from .tensor import Array, Tensor
 
 
@@ -20,10 +21,13 @@ class Binding(Protocol):
             assigns, when the parameter's last one was written under another number.
         dirty: set when ``requires_grad`` of a parameter changes, or another binding takes it over; the owner of
             the arena looks at it.
+        stale: set when ``.data`` of a parameter with a working copy is handed out or assigned: the copy may no longer
+            be what the weights round to.
     """
 
     update: int
     dirty: bool
+    stale: bool
 
 
 class Parameter(Tensor):
@@ -34,12 +38,43 @@ class Parameter(Tensor):
         name: set by ``Module.bind_names``.
     """
 
-    __slots__ = ()
+    __slots__ = ("_copy",)
+
+    _copy: Array | None  # the weights in 16 bits, for forward and backward
 
     def __init__(self, data: Any, name: str | None = None) -> None:
+        self._copy = None
         super().__init__(data, requires_grad=True, name=name)
 
-    def bind(self, data_view: Array, grad_view: Array | None, binding: Binding) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._copy = None
+        super().__setstate__(state)
+
+    @property
+    def data(self) -> Array:
+        """The array itself, the float32 master where there is a working copy. As for :class:`Tensor`."""
+        if self._copy is not None and self._binding is not None:
+            self._binding.stale = True  # whoever asks may write
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if self._copy is not None and self._binding is not None:
+            self._binding.stale = True
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def _read(self, master: bool) -> Array:
+        return self._data if master or self._copy is None or not uses_copies() else self._copy
+
+    def _arrays(self) -> list[Array]:
+        return [self._data] if self._copy is None else [self._data, self._copy]
+
+    def _takes(self, dtype: Any) -> bool:
+        return bool(dtype == self._data.dtype or (self._copy is not None and dtype == self._copy.dtype))
+
+    def bind(
+        self, data_view: Array, grad_view: Array | None, binding: Binding, copy_view: Array | None = None
+    ) -> None:
         """Move the parameter onto views of an arena, keeping its values, also to another device. **Local.**
 
         From then on ``.data`` and ``.grad`` are these views and never others. The first contribution of
@@ -49,12 +84,14 @@ class Parameter(Tensor):
             data_view: array of the parameter's shape; the values are copied into it.
             grad_view: array of the same shape; None for a parameter that is not trained.
             binding: see :class:`Binding`.
+            copy_view: the working copy, of the same shape in 16 bits, which the caller keeps equal to the rounded
+                weights; operations read it inside of ``working_copies``. None for none.
 
         Raises:
             ValueError: a view of another shape.
             DeviceMismatchError: views on different devices.
         """
-        for what, view in (("data_view", data_view), ("grad_view", grad_view)):
+        for what, view in (("data_view", data_view), ("grad_view", grad_view), ("copy_view", copy_view)):
             if view is not None and view.shape != self.shape:
                 raise ValueError(
                     f"{what}: expected shape {self.shape} of {self._title()}, got {view.shape}; "
@@ -66,6 +103,7 @@ class Parameter(Tensor):
             self._binding.dirty = True
         data_view[...] = kernels.move(self._data, device_of(data_view))
         self._data = data_view
+        self._copy = copy_view
         self._grad = grad_view
         self._key = 0
         self._binding = binding

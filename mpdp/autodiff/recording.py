@@ -1,4 +1,4 @@
-"""Recording: the nodes of the implicit graph, and whether operations leave any.
+"""Recording: the nodes of the implicit graph, whether operations leave any, and which form of a parameter they read.
 
 A node points at the nodes and leaf tensors it was computed from, never at a tensor computed from it, so
 the graph has no reference cycles and is freed as soon as the last tensor of it goes. Read ``tape`` next.
@@ -43,6 +43,25 @@ def no_grad() -> Iterator[None]:
         _enabled.reset(token)
 
 
+_copies: ContextVar[bool] = ContextVar("mpdp_autodiff_working_copies", default=False)
+
+uses_copies = _copies.get
+"""Return whether operations read the 16-bit working copies of parameters in this context."""
+
+
+@contextmanager
+def working_copies(use: bool = True) -> Iterator[None]:
+    """Run a block in which operations read working copies of parameters, where these have one. **Local.**
+
+    Whoever wraps a model for 16 bits opens it around the forward pass; outside of it, parameters are float32.
+    """
+    token = _copies.set(use)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
 @contextmanager
 def recorded() -> Iterator[None]:
     """Run a block with recording on, also inside of :func:`no_grad`. **Local.**"""
@@ -57,7 +76,8 @@ class Node:
     """One operation that ran, with what its backward rule needs.
 
     Attributes:
-        operation: its :class:`~mpdp.autodiff.operation.Operation`; ``None`` once it is consumed.
+        operation: its :class:`~mpdp.autodiff.operation.Operation`, or what computes a part of the graph again
+            (:class:`~mpdp.autodiff.recompute.Recompute`); ``None`` once it is consumed.
         inputs: for each input a ``Node``, a leaf ``Tensor`` that requires a gradient, or ``None``.
         saved: what forward saved; freed when backward consumes the node.
         attrs: the keyword arguments of the call.
@@ -96,3 +116,8 @@ class Node:
         self.shape = shape
         self.dtype = dtype
         self.number = _next_number()
+
+    @staticmethod
+    def next_number() -> int:
+        """Take the next number: nodes made before have smaller ones, nodes made later larger ones."""
+        return _next_number()

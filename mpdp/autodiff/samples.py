@@ -5,7 +5,8 @@ Whoever cuts the batch (the trainer) opens the context; whoever draws random num
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 
 
 class SampleContext:
@@ -39,6 +40,12 @@ class SampleContext:
                 "set draws_samples = True on its class"
             )
         return self._start
+
+    def copy(self) -> SampleContext:
+        """Return a context that goes on from where this one is, to run a part of forward a second time."""
+        twin = SampleContext(self.seed, self.step, self._start, self.count)
+        twin._calls = dict(self._calls)
+        return twin
 
     def call(self, path: str) -> int:
         """Return how often ``call`` was asked for this module path before; one more each time."""
@@ -92,3 +99,52 @@ class samples:  # a class and no generator: it is entered in every forward pass
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
+
+
+class Draws:
+    """The numbers that modules count their own calls by, outside of a sample context: noted, then given again.
+
+    **Local.** Entered while a part of forward runs for the first time, it notes them; :meth:`again` gives them back in
+    order, so that the part draws the same random numbers.
+    """
+
+    __slots__ = ("_next", "_outer", "_token", "_values")
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+        self._next: int | None = None  # the value that comes next, once they are given again
+        self._outer: Draws | None = None
+        self._token: Token[Draws | None] | None = None
+
+    def again(self) -> Draws:
+        """Return draws that give the same numbers from the start."""
+        twin = Draws()
+        twin._values, twin._next = self._values, 0
+        return twin
+
+    def take(self, count: Callable[[], int]) -> int:
+        """Return the next number: a noted one, or a new one."""
+        if self._next is not None:
+            self._next += 1
+            return self._values[self._next - 1]
+        value = count() if self._outer is None else self._outer.take(count)
+        self._values.append(value)
+        return value
+
+    def __enter__(self) -> Draws:
+        self._outer = _draws.get()
+        self._token = _draws.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _draws.reset(self._token)
+
+
+_draws: ContextVar[Draws | None] = ContextVar("mpdp_draws", default=None)
+
+
+def drawn(count: Callable[[], int]) -> int:
+    """Return ``count()``, or what it was when this part of forward ran before. **Local.**"""
+    noted = _draws.get()
+    return count() if noted is None else noted.take(count)

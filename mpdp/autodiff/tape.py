@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import kernels
 from ..errors import TapeError
+from .held import held_bytes
 from .recording import Node
 from .wants import WANTED, Target, Want
 
@@ -100,6 +101,15 @@ class Tape:
         """
         return hash(tuple(self._words)) & 0x7FFFFFFFFFFFFFFF
 
+    @property
+    def oldest(self) -> int:
+        """Number of the node that was made first; 0 for an empty tape."""
+        return self._nodes[-1].number if self._nodes else 0
+
+    def held_bytes(self) -> int:
+        """Return the bytes that backward will read, without those of the leaves. **Local.** O(nodes)."""
+        return held_bytes(self._nodes or (), self.leaves)
+
     def backward(self, seed: Any = 1.0, after: Mapping[int, Callable[[], None]] | None = None) -> None:
         """Run backward: add the gradient of sum(seed * tensor) to every leaf. **Local.**
 
@@ -123,36 +133,43 @@ class Tape:
             if after and 0 in after:
                 after[0]()
             return
-        pending: list[Any] = [None] * len(nodes)  # gradients of results, by position
-        owned = bytearray(len(nodes))  # 1 where no operation may hold that array, so it may be added to
+        gathered = _Gathered(len(nodes))
         if nodes:
-            pending[0] = g
+            gathered.arrays[0] = g
         del g  # each gradient is freed as soon as it is used
         for i, node in enumerate(nodes):
-            self._run(i, node, pending, owned)
+            self._run(i, node, gathered, {})
             if after is not None and i in after:
                 after[i]()
 
-    def _run(self, i: int, node: Node, pending: list[Any], owned: bytearray) -> None:
+    def _run(self, i: int, node: Node, gathered: _Gathered, outside: _Outside) -> None:
         """Run the backward rule of one node, free what it held, and pass its gradients on."""
         operation, inputs, saved, k = node.operation, node.inputs, node.saved, node.kernels
         if operation is None:
             raise TapeError(_CONSUMED)
         if not k.is_current():
             with k.active():
-                self._run(i, node, pending, owned)
+                self._run(i, node, gathered, outside)
             return
         node.operation = node.saved = None
         node.inputs = []
-        g, pending[i] = pending[i], None
+        g, gathered.arrays[i] = gathered.arrays[i], None
         if g is None:  # every consumer said "no gradient", which is zero
             g = k.xp.zeros(node.shape, node.dtype)
         links = self._links[i]
+        if operation.again is not None:
+            places = {source: link for source, link in zip(inputs, links) if type(link) is int}
+            inner = {
+                stand: (gathered, places[source]) for stand, source in saved[0].items() if source in places
+            }
+            del saved  # the part holds its inputs until it has run
+            _run_again(operation, g, {**outside, **inner})
+            return
         wants: list[Want] = []
         for link in links:
             if link is None:
                 wants.append(None)
-            elif type(link) is int or links.count(link) > 1:
+            elif type(link) is int or link in outside or links.count(link) > 1:
                 wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
             else:
                 wants.append(_target(link, k))
@@ -166,7 +183,7 @@ class Tape:
             if source is None:
                 continue
             gradient, link = gradients[j], links[j]
-            if type(link) is not int:
+            if type(link) is not int and link not in outside:
                 target = wants[j]
                 if gradient is not target or target is WANTED:
                     if target is WANTED:
@@ -177,15 +194,8 @@ class Tape:
                         target.array.fill(0)
                 _written(source, target.array)
             elif gradient is not None:
-                gradient = _checked(operation.name, j, source, gradient, k)
-                before = pending[link]
-                if before is None:
-                    pending[link] = gradient
-                elif owned[link]:
-                    k.store(gradient, before, 1.0)
-                else:  # it may be a view, or another input's gradient too: never write into it
-                    pending[link] = k.xp.asarray(before + gradient)
-                    owned[link] = 1
+                into, at = (gathered, link) if type(link) is int else outside[link]
+                into.add(at, _checked(operation.name, j, source, gradient, k), k)
 
     def _seed(self, seed: Any) -> Any:
         if not self._kernels.is_current():
@@ -205,6 +215,46 @@ class Tape:
         return g
 
 
+class _Gathered:
+    """The gradients of results that have arrived so far, by position in backward."""
+
+    __slots__ = ("arrays", "owned")
+
+    def __init__(self, count: int) -> None:
+        self.arrays: list[Any] = [None] * count
+        self.owned = bytearray(count)  # 1 where no operation may hold that array, so it may be added to
+
+    def add(self, at: int, gradient: Any, k: Any) -> None:
+        before = self.arrays[at]
+        if before is None:
+            self.arrays[at] = gradient
+        elif self.owned[at]:
+            k.store(gradient, before, 1.0)
+        else:  # it may be a view, or another input's gradient too: never write into it
+            self.arrays[at] = k.xp.asarray(before + gradient)
+            self.owned[at] = 1
+
+
+# For a part that is computed again: a leaf that stands for a result outside -> where its gradient is gathered.
+_Outside = dict[Any, tuple[_Gathered, int]]
+
+
+def _run_again(part: Any, g: Any, outside: _Outside) -> None:
+    """Run forward of a part again and take its nodes in the place of the first ones."""
+    tape = Tape(part.again())
+    if tape.signature != part.key:
+        raise ValueError(
+            f"{part.name}: expected the same operations as in forward when it ran again, got others; "
+            "let nothing but its inputs decide what it does"
+        )
+    nodes, tape._nodes = tape._nodes or [], None
+    gathered = _Gathered(len(nodes))
+    gathered.arrays[0] = g
+    del g
+    for i, node in enumerate(nodes):
+        tape._run(i, node, gathered, outside)
+
+
 def _reachable(root: Node) -> list[Node]:
     """Return the nodes that ``root`` depends on, itself first, newest first."""
     seen = {root}
@@ -222,7 +272,9 @@ def _reachable(root: Node) -> list[Node]:
 
 def _checked(name: str, i: int, source: Any, gradient: Any, k: Any) -> Any:
     """Return a gradient after checking its shape and dtype against the input's."""
-    if getattr(gradient, "shape", None) == source.shape and gradient.dtype == source.dtype:
+    if getattr(gradient, "shape", None) == source.shape and (
+        gradient.dtype == source.dtype or (type(source) is not Node and source._takes(gradient.dtype))
+    ):
         # 0-d results of NumPy are scalars, which nothing can be added to in place.
         return gradient if isinstance(gradient, k.xp.ndarray) else k.xp.asarray(gradient)
     got = f"{gradient.dtype} {gradient.shape}" if hasattr(gradient, "dtype") else type(gradient).__name__

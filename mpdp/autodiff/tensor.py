@@ -131,6 +131,18 @@ class Tensor:
             )
         return value
 
+    def _read(self, master: bool) -> Array:
+        """Return the array that an operation reads."""
+        return self._data
+
+    def _arrays(self) -> list[Array]:
+        """Return the arrays whose memory the tensor keeps, without its gradient."""
+        return [self._data]
+
+    def _takes(self, dtype: Any) -> bool:
+        """Return whether a backward rule may return a gradient of ``dtype`` for this leaf."""
+        return bool(dtype == self._data.dtype)
+
     def _title(self) -> str:
         return repr(self.name) if self.name else type(self).__name__
 

@@ -12,7 +12,19 @@ from ..device import as_device
 
 __all__ = ["main"]
 
-CASES = ("shared_memory", "mpi", "mpi4py")  # of all-reduce; mpi4py is one plain call of MPI
+CASES = (
+    "shared_memory",
+    "two_level",
+    "mpi",
+    "mpi4py",
+    "torch",
+)  # of all-reduce; mpi4py is one plain call of MPI
+GPU_CASES = ("cuda_ipc", "nccl", "staged", "mpi4py", "torch")
+
+
+def cases_of(kind: str) -> tuple[str, ...]:
+    """Return what ``mpdp bench all-reduce`` knows on a kind of device. **Local.**"""
+    return CASES if kind == "cpu" else GPU_CASES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,17 +37,40 @@ def main(argv: Sequence[str]) -> int:
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    train.add_argument(
+        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+    )
     _add_all_reduce(commands)
     arguments = parser.parse_args(argv)
+    kind = "auto"
+    if arguments.device != "auto":
+        try:
+            kind = as_device(arguments.device).kind
+        except ValueError as error:
+            parser.error(str(error))
+    if arguments.benchmark == "all-reduce" and arguments.tune:
+        from . import tune
+
+        if kind != "cpu":
+            parser.error(
+                f"--tune: expected --device cpu, got {arguments.device}; GPUs have no measured sizes yet"
+            )
+        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tune.TRANSPORTS}:
+            parser.error(f"--tune: expected no other choice than --transports {','.join(tune.TRANSPORTS)}")
+        return tune.run(
+            device=arguments.device,
+            transports=arguments.transports,
+            quick=arguments.quick,
+            json_path=arguments.json,
+        )
     if arguments.benchmark == "all-reduce":
+        known = cases_of(kind) if kind != "auto" else (*CASES, *GPU_CASES)
+        for name in arguments.transports or ():
+            if name not in known:
+                parser.error(f"--transports: expected some of {','.join(known)} on {kind}, got {name!r}")
         return _all_reduce(arguments)
     if arguments.batch is not None and arguments.batch < 1:
         parser.error(f"--batch: expected 1 or more, got {arguments.batch}")
-    if arguments.device != "auto":
-        try:
-            as_device(arguments.device)
-        except ValueError as error:
-            parser.error(str(error))
     from . import train as train_bench
 
     return train_bench.run(
@@ -44,12 +79,13 @@ def main(argv: Sequence[str]) -> int:
         batch=arguments.batch,
         quick=arguments.quick,
         json_path=arguments.json,
+        trace_path=arguments.trace,
     )
 
 
 def _add_all_reduce(commands: Any) -> None:
     parser = commands.add_parser("all-reduce", help="the all-reduce of each transport, size by size")
-    parser.add_argument("--device", default="cpu", choices=["cpu"], help="cpu")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
     parser.add_argument(
         "--sizes",
         type=_sizes,
@@ -61,9 +97,18 @@ def _add_all_reduce(commands: Any) -> None:
     )
     parser.add_argument(
         "--transports",
-        type=_some(CASES),
+        type=_some(tuple(dict.fromkeys(CASES + GPU_CASES))),
         default=None,
-        help=f"some of {','.join(CASES)} (default: what runs here)",
+        help=f"some of {','.join(CASES)}, on GPUs of {','.join(GPU_CASES)} (default: what runs here)",
+    )
+    parser.add_argument(
+        "--torch-python",
+        metavar="PATH",
+        default=None,
+        help="a Python that has PyTorch, if this one has not: compare with its gloo, on GPUs its NCCL",
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="measure the sizes that transports are cut by, and keep them"
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
@@ -83,6 +128,7 @@ def _all_reduce(arguments: argparse.Namespace) -> int:
         quick=arguments.quick,
         json_path=arguments.json,
         plot_path=arguments.plot,
+        torch_python=arguments.torch_python,
     )
 
 

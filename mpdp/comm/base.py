@@ -16,6 +16,7 @@ import numpy as np
 
 from ..device import CPU, Device, device_of
 from .activity import Activity
+from .spans import Spans
 
 LANES = ("bulk", "urgent")
 OPS = ("sum", "max")
@@ -76,9 +77,15 @@ class Communicator(ABC):
         rank: this rank, 0..size-1.
         size: number of ranks.
         transport: how bytes move, such as ``"mpi"``.
+        chunk_bytes: size of a middle chunk of a long buffer that is reduced while it is still being written.
+        chunk_edge: how many times smaller the first and the last chunk are.
+        spans: notes when messages travel, while a timeline is taken; else None.
     """
 
     transport = "none"
+    chunk_bytes = 4 << 20
+    chunk_edge = 4
+    spans: Spans | None = None
 
     def __init__(self, rank: int, size: int, activity: Activity | None = None) -> None:
         self.rank = rank
@@ -119,7 +126,11 @@ class Communicator(ABC):
         if array.size:
             self._enter("all_reduce", lane)
             try:
-                self._all_reduce(array, op, lane)
+                if self.spans is None:
+                    self._all_reduce(array, op, lane)
+                else:
+                    with self.spans.message(lane, array):
+                        self._all_reduce(array, op, lane)
             finally:
                 self.activity.leave()
 
@@ -257,6 +268,13 @@ class Communicator(ABC):
 
     # -- life
 
+    def note(self, spans: Spans | None) -> None:
+        """Note from now on when messages travel, or stop doing so.
+
+        **Local.** A transport that carries :meth:`start_all_reduce` in a way of its own notes there when it does.
+        """
+        self.spans = spans
+
     @abstractmethod
     def duplicate(self) -> Communicator:
         """Return a communicator over the same ranks whose messages never match this one's. **Collective.**
@@ -270,6 +288,12 @@ class Communicator(ABC):
 
     def close(self) -> None:  # noqa: B027  most transports hold nothing
         """Release what the communicator holds. **Local.**"""
+
+    def release(self) -> None:  # noqa: B027  most transports hold nothing
+        """Let go of what belongs to other ranks, at the end of the process, when all ranks have left. **Local.**
+
+        Enters no collective. Serves the duplicates too, and may be called again.
+        """
 
     # -- for transports
 

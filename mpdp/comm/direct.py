@@ -61,7 +61,14 @@ class DirectCommunicator(Communicator):
     Args:
         lanes: the shared memory of each lane.
         regions: the memory that ``allocate()`` gave out.
+
+    Attributes:
+        names: by which errors call the ranks, where they are some of a larger world; then an error of all
+            ranks here is not one of all ranks.
     """
+
+    chunk_bytes = 4 << 20  # far above small_bytes, so that the two waits of a chunk are a small part of it
+    chunk_edge = 4
 
     def __init__(
         self, rank: int, size: int, activity: Activity | None, lanes: dict[str, Lane], regions: Regions
@@ -69,6 +76,7 @@ class DirectCommunicator(Communicator):
         super().__init__(rank, size, activity)
         self._lanes = lanes
         self._regions = regions
+        self.names: Sequence[int] | None = None
 
     def adopt(self, lane: str) -> None:
         super().adopt(lane)
@@ -200,7 +208,7 @@ class DirectCommunicator(Communicator):
             self._run_small(lane, call)
         else:
             lane.announce(call, self._regions.locate(call.array))
-            self._carry_out_first(lane)
+            self._carry_out(lane)
             lane.flags.wait(DONE, call.number)
 
     def _run_small(self, lane: Lane, call: Call) -> None:
@@ -239,10 +247,19 @@ class DirectCommunicator(Communicator):
             if row[word] != signature:
                 signatures = [row[word] for row in flags.rows]
                 flags.post(DONE, number)  # a program may catch the error and go on
-                raise on_all_ranks(self._mismatch(signatures))
+                error = self._mismatch(signatures)
+                raise error if self.names is not None else on_all_ranks(error)
 
     def _carry_out_first(self, lane: Lane) -> None:
         """Do this rank's part of the first announced collective; its result is complete when all are DONE."""
+        if self.spans is None:
+            self._carry_out(lane)
+        else:
+            name = next(name for name, other in self._lanes.items() if other is lane)
+            with self.spans.message(name, lane.announced[0].array):
+                self._carry_out(lane)
+
+    def _carry_out(self, lane: Lane) -> None:
         call = lane.announced.popleft()
         self._meet(lane, call.number, call.signature)
         word = LOCATIONS + call.number % HISTORY
@@ -298,7 +315,7 @@ class DirectCommunicator(Communicator):
 
     def _mismatch(self, signatures: Sequence[int]) -> CommunicationError:
         groups: dict[int, list[int]] = {}
-        for rank, signature in enumerate(signatures):
+        for rank, signature in zip(self.names or range(self.size), signatures):
             groups.setdefault(signature, []).append(rank)
         listed = "; ".join(
             f"{describe(signature)} on rank {', '.join(map(str, ranks))}"

@@ -249,12 +249,13 @@ class Ring:
             self._abort(self._deadline[1])
         if now >= self._next_beat:
             self._next_beat = now + BEAT
-            self._send_round("beat", None, step=self.activity.step, call=self.activity.call)
+            self._send_round("beat", None, step=self.activity.step, call=self.activity.waiting()[0])
             if self._launcher is not None and self.activity.failure is None and self._launcher.ended:
                 self._declare(f"the launcher ({self._launcher.name}, process {self._launcher.pid}) is gone")
         if self.activity.failure is not None or self.all_left.is_set():
             return
         self._judge_deaths(now)
+        self._judge_devices()
         self._judge_departure(now)
         self._judge_stall(now)
 
@@ -270,18 +271,25 @@ class Ring:
                 )
                 return
 
+    def _judge_devices(self) -> None:
+        for watched in tuple(self.activity.watched):
+            text = watched.error()
+            if text is not None:
+                self._declare(text)
+                return
+
     def _judge_departure(self, now: float) -> None:
-        call, gone = self.activity.call, self._departed
+        (call, since), gone = self.activity.waiting(), self._departed
         if call is None or gone is None or self._left:
             return
         distance = (self.rank - gone["rank"] - 1) % self.size
         grace = GRACE if self.activity.count > gone["count"] else FINISHING
-        if now - max(gone["heard"], self.activity.since) > grace + 0.25 * min(distance, 4):
+        if now - max(gone["heard"], since) > grace + 0.25 * min(distance, 4):
             self._declare(f"rank {gone['rank']} left while rank {self.rank} is in {self.activity}")
 
     def _judge_stall(self, now: float) -> None:
-        call = self.activity.call
-        if call is not None and now - max(self.activity.since, self._resumed) > self.timeout:
+        call, since = self.activity.waiting()
+        if call is not None and now - max(since, self._resumed) > self.timeout:
             summary = f"rank {self.rank} waits for more than {self.timeout:g} s"
         else:
             for link, step in ((self._predecessor, -1), (self._successor, 1)):
@@ -299,7 +307,7 @@ class Ring:
 
     def _print_stall(self) -> None:
         self._stalled = True
-        call, since = self.activity.call, self.activity.since
+        call, since = self.activity.waiting()
         where = "in no collective" if call is None else f"{call}, since {time.monotonic() - since:.1f} s"
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -42,9 +42,12 @@ class MpiCommunicator(Communicator):
         piece_bytes: largest message of one MPI call, in bytes.
         progress: ``"caller"`` (blocking calls in the calling thread) or ``"thread"``.
         device_pointers: hand GPU arrays to MPI, on the user's word that it is CUDA-aware.
+        chunk_bytes: see :class:`Communicator`.
     """
 
     transport = "mpi"
+    chunk_bytes = PIECE_BYTES  # one call of MPI a chunk
+    chunk_edge = 4
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class MpiCommunicator(Communicator):
         piece_bytes: int = PIECE_BYTES,
         progress: str = "caller",
         device_pointers: bool = False,
+        chunk_bytes: int | None = None,
     ) -> None:
         if progress not in ("caller", "thread"):
             raise ValueError(f'progress: expected "caller" or "thread", got {progress!r}')
@@ -68,6 +72,7 @@ class MpiCommunicator(Communicator):
         self._owners = {lane: threading.get_ident() for lane in LANES}
         self._windows: list[Any] = []
         self.piece_bytes = piece_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
         self.progress = progress
         self.device_pointers = device_pointers
         if device_pointers:
@@ -89,7 +94,36 @@ class MpiCommunicator(Communicator):
             piece_bytes=self.piece_bytes,
             progress=self.progress,
             device_pointers=self.device_pointers,
+            chunk_bytes=self.chunk_bytes,
         )
+
+    @property
+    def vendor(self) -> str:
+        """Name and version of the MPI, such as ``"MPICH 4.3.0"``."""
+        name, version = self._mpi.get_vendor()
+        return f"{name} {'.'.join(map(str, version))}"
+
+    def use_sizes(self, piece_bytes: int | None = None, chunk_bytes: int | None = None) -> None:
+        """Use other sizes from now on, also in duplicates. **Collective** in effect: the same on all ranks."""
+        self.piece_bytes = piece_bytes if piece_bytes is not None else self.piece_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
+
+    def split(self, color: int | None = None) -> MpiCommunicator:
+        """Return a communicator over the ranks that give the same color, in the order of ranks.
+
+        **Collective.**
+
+        Args:
+            color: None on all ranks: those that can share memory, so the ranks of one host.
+        """
+        if color is None:
+            part = self._lanes["urgent"].Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        else:
+            part = self._lanes["urgent"].Split(color, self.rank)
+        try:
+            return MpiCommunicator(part, self.activity, piece_bytes=self.piece_bytes)
+        finally:
+            part.Free()
 
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         if self._thread is None or lane != "bulk":
@@ -113,6 +147,22 @@ class MpiCommunicator(Communicator):
         **Collective.** What benchmarks compare with: no pieces, no checks, MPI's own dtypes alone.
         """
         self._lanes["bulk"].Allreduce(self._mpi.IN_PLACE, array)
+
+    def swap(
+        self, outgoing: Sequence[tuple[int, Any]], incoming: Sequence[tuple[int, Any]], lane: str
+    ) -> None:
+        """Send arrays to some ranks while those of others come in; each is of one piece. Empty ones stay at home.
+
+        **Collective** over the ranks that are named.
+        """
+        comm = self._lane(lane)
+        requests = [comm.Irecv(array.view(np.uint8), source) for source, array in incoming if array.size]
+        requests += [comm.Isend(array.view(np.uint8), to) for to, array in outgoing if array.size]
+        self._mpi.Request.Waitall(requests)
+
+    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, lane: str) -> None:
+        """Fill row r with what rank r brings: a few bytes (uint8), equally many on all ranks. **Collective.**"""
+        self._lane(lane).Allgather(mine, rows)
 
     def shared_window(self, nbytes: int) -> list[np.ndarray]:
         """Return zeroed memory of every rank as uint8 arrays, in a window of MPI.
@@ -166,17 +216,17 @@ class MpiCommunicator(Communicator):
     def _all_reduce(self, array: Any, op: str, lane: str) -> None:
         comm = self._lane(lane, array)
         for piece in self._pieces(array):
-            wide = _encode(piece, op)
+            wide = encode(piece, op)
             comm.Allreduce(self._mpi.IN_PLACE, wide, op=self._ops[op])
-            _decode(wide, piece, op)
+            decode(wide, piece, op)
 
     def _reduce(self, array: Any, op: str, root: int, lane: str) -> None:
         comm = self._lane(lane, array)
         for piece in self._pieces(array):
-            wide = _encode(piece, op)
+            wide = encode(piece, op)
             if self.rank == root:
                 comm.Reduce(self._mpi.IN_PLACE, wide, op=self._ops[op], root=root)
-                _decode(wide, piece, op)
+                decode(wide, piece, op)
             else:
                 comm.Reduce(wide, None, op=self._ops[op], root=root)
 
@@ -217,7 +267,7 @@ class MpiCommunicator(Communicator):
             comm.Recv(piece, source=source)
 
 
-def _encode(piece: Any, op: str) -> Any:
+def encode(piece: Any, op: str) -> Any:
     """Return what MPI reduces for ``piece``: itself, a float32 copy, or for a float maximum sortable integers.
 
     MPI leaves the maximum of (1, NaN) open: Open MPI loses the NaN, MPICH gives ranks different answers.
@@ -234,7 +284,7 @@ def _encode(piece: Any, op: str) -> Any:
     return wide
 
 
-def _decode(wide: Any, piece: Any, op: str) -> None:
+def decode(wide: Any, piece: Any, op: str) -> None:
     """Write the reduced form back into ``piece``."""
     if wide is piece:
         return

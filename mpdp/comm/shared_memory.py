@@ -25,8 +25,8 @@ from .regions import Regions
 Log = Callable[[str, str], None]
 
 
-def _silent(level: str, message: str) -> None:
-    pass
+def silent(level: str, message: str) -> None:
+    """Write nothing. **Local.**"""
 
 
 class SharedMemoryCommunicator(DirectCommunicator):
@@ -40,6 +40,7 @@ class SharedMemoryCommunicator(DirectCommunicator):
         regions: the memory of the communicator that this one is a duplicate of.
         small_bytes: messages up to here take one phase (default: by the number of ranks).
         piece_bytes: what travels through the staging area at once.
+        chunk_bytes: see :class:`Communicator`.
         log: writes a level and a line, once for the job.
 
     Attributes:
@@ -59,12 +60,14 @@ class SharedMemoryCommunicator(DirectCommunicator):
         regions: Regions | None = None,
         small_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
-        log: Log = _silent,
+        chunk_bytes: int | None = None,
+        log: Log = silent,
     ) -> None:
         activity = activity if activity is not None else mpi.activity
         self.mpi, self._log = mpi, log
         small_bytes = small_bytes if small_bytes is not None else default_small_bytes(mpi.size)
         self._small_bytes, self._piece_bytes = small_bytes, piece_bytes
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
         each = lane_bytes(small_bytes, piece_bytes)
         self._segment = share(mpi, each * len(LANES))
         self.way = self._segment.way
@@ -90,8 +93,13 @@ class SharedMemoryCommunicator(DirectCommunicator):
             regions=self._regions,
             small_bytes=self._small_bytes,
             piece_bytes=self._piece_bytes,
+            chunk_bytes=self.chunk_bytes,
             log=self._log,
         )
+
+    def adopt(self, lane: str) -> None:
+        super().adopt(lane)
+        self.mpi.adopt(lane)
 
     def _allocate(self, nbytes: int, device: Device) -> Buffer:
         if device != CPU or nbytes == 0:

@@ -16,13 +16,20 @@ from ..device import CPU, Device, device_of
 from .activity import Activity
 from .base import Buffer, Communicator, Request
 from .progress import ProgressThread
+from .spans import Spans
 
 PIECE_BYTES = 4 << 20  # of a pinned buffer of the bulk lane; there are two
 URGENT_BYTES = 64 << 10
 
 
 class Copies(Protocol):
-    """What staging needs of a device. A token stands for a point in the device's work."""
+    """What staging needs of a device. A token stands for a point in the device's work.
+
+    Attributes:
+        spans: notes when copies run, while a timeline is taken.
+    """
+
+    spans: Spans | None
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Return host memory (uint8) that the device copies to and from without waiting."""
@@ -52,6 +59,8 @@ class CudaCopies:
     Args:
         device: the GPU.
     """
+
+    spans: Spans | None = None
 
     def __init__(self, device: Device) -> None:
         self._cupy = device.xp
@@ -92,7 +101,14 @@ class CudaCopies:
         direction = {"deviceToHost": runtime.memcpyDeviceToHost, "hostToDevice": runtime.memcpyHostToDevice}[
             kind
         ]
+        spans = self.spans
+        if spans is None:
+            runtime.memcpyAsync(target, source, nbytes, direction, stream.ptr)
+            return
+        start = spans.mark(stream)
         runtime.memcpyAsync(target, source, nbytes, direction, stream.ptr)
+        name = "copy out" if stream is self._out else "copy in"
+        spans.add_on_stream(name, name, start, spans.mark(stream), nbytes)
 
     def _record(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(block=True, disable_timing=True)  # blocking: the core is free meanwhile
@@ -160,6 +176,9 @@ class StagedCommunicator(Communicator):
         copies: how to copy; the default is CUDA's.
     """
 
+    chunk_bytes = PIECE_BYTES  # one pinned buffer a chunk: the copies of two chunks overlap
+    chunk_edge = 4
+
     def __init__(
         self,
         inner: Communicator,
@@ -206,7 +225,13 @@ class StagedCommunicator(Communicator):
         self._check(array, lane, op)
         tokens: list[Any] = []
         work = self._work(array, lane, lambda host: self.inner._all_reduce(host, op, lane), tokens)
+        if self.spans is not None:
+            work = _noted(work, self.spans, lane, array)
         return StagedRequest(self._thread.submit(work), self._copies, tokens, self.activity)
+
+    def note(self, spans: Spans | None) -> None:
+        super().note(spans)
+        self._copies.spans = spans
 
     def _route(self, array: Any, lane: str, call: Callable[[Any], None]) -> None:
         """Run ``call`` on the array's host pieces, in the thread that owns the lane."""
@@ -267,3 +292,11 @@ class StagedCommunicator(Communicator):
 
     def _recv(self, array: Any, source: int, lane: str) -> None:
         self._route(array, lane, lambda host: self.inner._recv(host, source, lane))
+
+
+def _noted(work: Callable[[], None], spans: Spans, lane: str, array: Any) -> Callable[[], None]:
+    def call() -> None:
+        with spans.message(lane, array):
+            work()
+
+    return call

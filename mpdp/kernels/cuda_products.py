@@ -15,8 +15,10 @@ import numpy as np
 
 from .base import Array
 from .cuda_source import CudaBase
+from .precision import tf32_allowed
 
 _DEFAULT = -1  # CUBLAS_GEMM_DEFAULT
+_FAST_TF32 = 77  # CUBLAS_COMPUTE_32F_FAST_TF32
 _SCALARS = {name: np.array([0, 1], name) for name in ("float32", "float64")}  # beta and alpha, on the host
 
 
@@ -90,17 +92,18 @@ class CudaProducts(CudaBase):
         b, tb, ldb, step_b = self._laid_out(b)
         written = _KINDS[out.dtype].code
         code, scale = kind.code, kind.one if beta else kind.zero
+        compute = _FAST_TF32 if code == 0 and tf32_allowed() else kind.compute
         # cuBLAS counts columns first: what it calls B.T A.T is this package's A B, row by row.
         sizes = (tb, ta, columns, a.shape[-2], a.shape[-1])
         if count == 1:
             cublas.gemmEx(
                 handle(), *sizes, kind.one, b.data.ptr, code, ldb, a.data.ptr, code, lda,
-                scale, out.data.ptr, written, columns, kind.compute, _DEFAULT,
+                scale, out.data.ptr, written, columns, compute, _DEFAULT,
             )  # fmt: skip
         else:
             cublas.gemmStridedBatchedEx(
                 handle(), *sizes, kind.one, b.data.ptr, code, ldb, step_b, a.data.ptr, code, lda, step_a,
-                scale, out.data.ptr, written, columns, sizes[3] * columns, count, kind.compute, _DEFAULT,
+                scale, out.data.ptr, written, columns, sizes[3] * columns, count, compute, _DEFAULT,
             )  # fmt: skip
 
     def _batched(self, x: Array, batch: tuple[int, ...]) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .base import Array
-from .cuda_source import THREADS, CudaBase, integer, loop_blocks, types
+from .cuda_source import THREADS, CudaBase, integer, loop_blocks, stored, types
 from .precision import wide
 
 _WARP_WIDTH = 1024  # longest row that one warp works on; a block of threads takes longer ones
@@ -23,14 +23,24 @@ class CudaRows(CudaBase):
     """Softmax, layer norm and losses. **Local.**"""
 
     def _rows(
-        self, name: str, shape: tuple[int, int], dtype: Any, *arguments: Any, index: str = "i64"
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dtype: Any,
+        *arguments: Any,
+        index: str = "i64",
+        parameter: Any = None,
     ) -> None:
-        """Launch a kernel with a warp or a block a row; nothing where there is no row."""
+        """Launch a kernel with a warp or a block a row; nothing where there is no row.
+
+        ``parameter`` is a layer norm's weight or bias, whose dtype may be wider than that of the rows.
+        """
         rows, width = shape
         if rows == 0:
             return
         lanes = 32 if width <= _WARP_WIDTH else THREADS
-        built = (*types(dtype), "LANES", lanes, "INDEX", index)
+        beside = dtype if parameter is None else parameter.dtype
+        built = (*types(dtype), "P", stored(beside), "LANES", lanes, "INDEX", index)
         self.launch("rows", name, built, -(-rows // (THREADS // lanes)), THREADS, *arguments, rows, width)
 
     # -- softmax -------------------------------------------------------------------------------------------
@@ -64,14 +74,18 @@ class CudaRows(CudaBase):
         out = self.xp.empty(x.shape, x.dtype)
         mean, rstd = (self.xp.empty(len(x), wide(x.dtype)) for _ in range(2))
         scale, shift = (None if p is None else self.flat(p) for p in (weight, bias))
-        self._rows("layer_norm", x.shape, x.dtype, float(eps), x, scale, shift, out, mean, rstd)
+        arrays = x, scale, shift, out, mean, rstd
+        self._rows(
+            "layer_norm", x.shape, x.dtype, float(eps), *arrays, parameter=weight if bias is None else bias
+        )
         return out, (x, mean, rstd)
 
     def layer_norm_backward(self, g: Array, saved: Any, weight: Array | None) -> Array:
         x, mean, rstd = saved
         out = self.xp.empty(x.shape, g.dtype)
         scale = None if weight is None else self.flat(weight)
-        self._rows("layer_norm_backward", x.shape, x.dtype, self.flat(g), x, scale, mean, rstd, out)
+        arrays = self.flat(g), x, scale, mean, rstd, out
+        self._rows("layer_norm_backward", x.shape, x.dtype, *arrays, parameter=weight)
         return out
 
     def layer_norm_weight_gradient(
@@ -103,6 +117,8 @@ class CudaRows(CudaBase):
         return out
 
     def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
+        if target.dtype == wide(output.dtype):  # a float32 target is not rounded to 16 bits
+            output = output.astype(target.dtype, copy=False)
         output = self.flat(output)
         target = self.flat(target.astype(output.dtype, copy=False))
         size, dtype = output.size, wide(output.dtype)

@@ -49,14 +49,15 @@ class CudaUpdates(CudaBase):
         weight_decay: Any,
         nesterov: bool,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         if weights.size == 0:
             return
-        built = ("P", stored(weights.dtype), "G", stored(gradient.dtype), "S", summed(scratch))
+        built = _types(weights, gradient, scratch, copy)
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
         scale, lr, weight_decay = self._there(scale), self._there(lr), self._there(weight_decay)
         self.launch(
-            "updates", "sgd", built, _blocks(weights), THREADS, weights, gradient, velocity, weights.size,
+            "updates", "sgd", built, _blocks(weights), THREADS, weights, copy, gradient, velocity, weights.size,
             *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov,
         )  # fmt: skip
 
@@ -74,16 +75,17 @@ class CudaUpdates(CudaBase):
         weight_decay: Any,
         shrink: Any,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         if weights.size == 0:
             return
-        built = ("P", stored(weights.dtype), "G", stored(gradient.dtype), "S", summed(scratch))
+        built = _types(weights, gradient, scratch, copy)
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
         shrinks = not (isinstance(shrink, float) and shrink == 1.0)
         scale, step, eps = self._there(scale), self._there(step), self._there(eps)
         weight_decay, shrink = self._there(weight_decay), self._there(shrink)
         self.launch(
-            "updates", "adam", built, _blocks(weights), THREADS, weights, gradient, mean, variance, weights.size,
+            "updates", "adam", built, _blocks(weights), THREADS, weights, copy, gradient, mean, variance, weights.size,
             *number(scale), *number(step), *number(eps), *(float(beta) for beta in betas),
             *number(weight_decay), decays, *number(shrink), shrinks,
         )  # fmt: skip
@@ -120,6 +122,15 @@ class CudaUpdates(CudaBase):
             arguments = self.flat(x), flag, x.size
             self.launch("elementwise", "all_finite", types(x.dtype), loop_blocks(x.size), THREADS, *arguments)
         return flag
+
+
+def _types(weights: Any, gradient: Any, scratch: Any, copy: Any) -> tuple[str, ...]:
+    """Return the types of a rule: weights, working copy (any where there is none), gradient, state."""
+    working = weights if copy is None else copy
+    return (
+        *("P", stored(weights.dtype), "C", stored(working.dtype)),
+        *("G", stored(gradient.dtype), "S", summed(scratch)),
+    )
 
 
 def _blocks(x: Any) -> int:

@@ -88,6 +88,7 @@ class UpdateKernels:
         weight_decay: Scalars,
         nesterov: bool,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         """Do one step of gradient descent on a range.
 
@@ -108,6 +109,7 @@ class UpdateKernels:
             weight_decay: L2 factor; may be a column.
             nesterov: look ahead along the velocity.
             scratch: from :meth:`update_scratch`.
+            copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
         """
         raise NotImplementedError
 
@@ -125,6 +127,7 @@ class UpdateKernels:
         weight_decay: Scalars,
         shrink: Scalars,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         """Do one step of Adam on a range; the caller has folded the bias corrections into two numbers.
 
@@ -147,6 +150,7 @@ class UpdateKernels:
             weight_decay: L2 factor (Adam), 0.0 for none; may be a column.
             shrink: 1 - lr * decay (AdamW), 1.0 for none; may be a column.
             scratch: from :meth:`update_scratch`.
+            copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
         """
         raise NotImplementedError
 
@@ -191,6 +195,11 @@ class _Scratch:
         self.dtype = np.dtype(dtype)
         self._arrays: list[np.ndarray] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were made so far."""
+        return sum(array.nbytes for array in self._arrays)
+
     def take(self, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return two arrays, and a third for the widened weights where ``dtype`` is narrower."""
         needed = 2 if dtype == self.dtype else 3
@@ -228,6 +237,7 @@ class CpuUpdates(UpdateKernels):
         weight_decay: Scalars,
         nesterov: bool,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         work = scratch.dtype
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
@@ -238,7 +248,7 @@ class CpuUpdates(UpdateKernels):
         factor, mu = _operand(scale, work), _operand(momentum, work)
         a_all, b_all, p_all = scratch.take(weights.dtype)
         if columns:
-            weights, gradient, velocity = _rows(weights), _rows(gradient), _rows(velocity)
+            weights, gradient, velocity, copy = map(_rows, (weights, gradient, velocity, copy))
         for part in _parts(len(weights), columns):
             w, g = weights[part], gradient[part]
             a, b = _fit(a_all, w.shape), _fit(b_all, w.shape)
@@ -267,6 +277,8 @@ class CpuUpdates(UpdateKernels):
                 np.subtract(p, a, p)
             if p is not w:
                 w[...] = p
+            if copy is not None:
+                np.copyto(copy[part], p)  # while the piece is in the cache
 
     def adam(
         self,
@@ -282,6 +294,7 @@ class CpuUpdates(UpdateKernels):
         weight_decay: Scalars,
         shrink: Scalars,
         scratch: Any,
+        copy: Any = None,
     ) -> None:
         work = scratch.dtype
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
@@ -294,7 +307,7 @@ class CpuUpdates(UpdateKernels):
         rest1, rest2 = (_operand(1.0 - beta, work) for beta in betas)
         a_all, b_all, p_all = scratch.take(weights.dtype)
         if columns:
-            weights, gradient, mean, variance = map(_rows, (weights, gradient, mean, variance))
+            weights, gradient, mean, variance, copy = map(_rows, (weights, gradient, mean, variance, copy))
         for part in _parts(len(weights), columns):
             w, g, m, v = weights[part], gradient[part], mean[part], variance[part]
             a, b = _fit(a_all, w.shape), _fit(b_all, w.shape)
@@ -319,6 +332,8 @@ class CpuUpdates(UpdateKernels):
             np.subtract(p, b, p)
             if p is not w:
                 w[...] = p
+            if copy is not None:
+                np.copyto(copy[part], p)  # while the piece is in the cache
 
     def sum_of_squares(self, x: Any, span: int = 4096) -> np.ndarray:
         whole = len(x) // span

@@ -11,7 +11,7 @@ from .convolution import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from .layers import GELU, Dropout, Embedding, Flatten, LayerNorm, Linear, ReLU, Sequential, Tanh
 from .losses import Loss, check_class_indices, cross_entropy, mse
 from .metrics import accuracy
-from .module import Module
+from .module import Module, checkpoint
 from .normalisation import BatchNorm1d, BatchNorm2d, GroupNorm, RMSNorm
 from .seeding import current_seed, seed
 
@@ -41,6 +41,7 @@ __all__ = [
     "TransformerBlock",
     "accuracy",
     "check_class_indices",
+    "checkpoint",
     "cross_entropy",
     "current_seed",
     "init",

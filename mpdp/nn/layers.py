@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Tensor, current_samples, ops
+from ..autodiff.samples import drawn
 from ..autodiff.tensor import unwrap
 from ..kernels.base import Kernels
 from ..kernels.random import dropout_key, keep_threshold
@@ -166,8 +167,7 @@ class Dropout(Module):
         if context is None:
             # A module that no model was named for has no path: its creation index keeps masks apart.
             key = dropout_key(current_seed(), self.path or f"#{self._index}")
-            step, start, count = self._calls, 0, shape[0] if shape else 1
-            self._calls += 1
+            step, start, count = drawn(self._count_call), 0, shape[0] if shape else 1
             elements = math.prod(shape[1:])
         else:
             path = self.path or ""
@@ -175,6 +175,10 @@ class Dropout(Module):
             key = dropout_key(context.seed, path, context.call(path))
             step, start, count = context.step, context.start, context.count
         return k.keep_mask(key, step, start, count, elements, keep_threshold(self.p)).reshape(shape)
+
+    def _count_call(self) -> int:
+        self._calls += 1
+        return self._calls - 1
 
 
 class ReLU(Module):

@@ -109,7 +109,7 @@ def mse(output: Any, target: Any) -> Loss:
 
     Args:
         output: floating array of any shape.
-        target: array of the same shape and dtype.
+        target: array of the same shape and dtype; float32 beside a 16-bit output, whose loss is float32.
 
     Raises:
         ValueError: different shapes: (N, 1) against (N,) would broadcast to N * N differences.

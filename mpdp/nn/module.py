@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import kernels
+from .. import autodiff, kernels
 from ..autodiff import Buffer, Parameter, Tensor
 from ..device import Device, as_device
 
@@ -36,6 +36,7 @@ class Module:
         peers: the other replicas, as in ``ops.batch_norm``; set by who wraps the model, None where there are none.
         averaged_buffers: names of own buffers that replicas change differently in training; they are averaged over
             ranks after each update, weighted by samples.
+        recompute: whether ``forward`` runs again in backward in place of keeping its arrays; see :func:`checkpoint`.
         static: whether ``forward`` does the same operations at each call with inputs of one shape.
 
     Example:
@@ -57,8 +58,11 @@ class Module:
     communicates: bool = False
     peers: Any = None
     averaged_buffers: tuple[str, ...] = ()
+    recompute: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recompute:
+            return autodiff.checkpoint(self.forward)(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +187,33 @@ class Module:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters()
         yield from self.named_buffers()
+
+
+def checkpoint(module: _M) -> _M:
+    """Make a module keep its inputs alone, and run forward again when backward comes to it; returns the module.
+
+    **Local.** Names of parameters stay, and gradients have the same bits. It saves the memory of what the module's
+    operations keep, for one more forward pass of it. ``forward`` must return one tensor, and get every tensor that it
+    uses as an argument (parameters and buffers are its own).
+
+    Args:
+        module: most often a block of a deep model.
+
+    Raises:
+        TypeError: not a module; ``autodiff.checkpoint`` takes functions.
+
+    Example:
+        >>> from mpdp import nn
+        >>> model = nn.Sequential(nn.checkpoint(nn.Sequential(nn.Linear(2, 8), nn.Tanh())), nn.Linear(8, 1))
+        >>> [name for name, _ in model.named_parameters()][:2]
+        ['0.0.weight', '0.0.bias']
+    """
+    if not isinstance(module, Module):
+        raise TypeError(
+            f"module: expected an nn.Module, got {type(module).__name__}; use autodiff.checkpoint for a function"
+        )
+    module.recompute = True
+    return module
 
 
 def _kind(value: Any) -> str:

@@ -71,6 +71,7 @@ class Adam(Optimizer):
             weight_decay=coupled,
             shrink=shrink,
             scratch=self._scratch,
+            copy=self._working_copy(start, stop),
         )
 
     def _decay(self, lr: Any, decay: Any) -> tuple[Any, Any]:

@@ -89,6 +89,7 @@ class Optimizer:
         self.updates = np.zeros(0, dtype=np.int64)
         self._layout: Any = None
         self._weights: Any = None
+        self._copy: Any = None
         self._kernels: Any = None
         self._scratch: Any = None
         self._plan: Any = None
@@ -102,7 +103,7 @@ class Optimizer:
             *(self.weight_decay if g.weight_decay is None else float(g.weight_decay) for g in self.groups),
         )
 
-    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels) -> None:
+    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None) -> None:
         """Attach the rule to the weights it updates, and allocate its state as zeros.
 
         **Local.** Binding again to the same weights does nothing.
@@ -111,6 +112,7 @@ class Optimizer:
             layout: the map from names to ranges; its trainable zone comes first.
             weights: flat floating array over ``layout.size``; updated in place.
             kernels: the kernels of the weights' device.
+            copy: flat array like ``weights`` in 16 bits, which takes the rounded new weights; or None.
 
         Raises:
             ValueError: bound to other weights before, or a group's pattern fits no parameter.
@@ -142,7 +144,7 @@ class Optimizer:
         self._common = 0
         self._names = tuple(names)
         self._plan = Plan(layout, [self._group(name) for name in names])
-        self._layout, self._weights, self._kernels = layout, weights, kernels
+        self._layout, self._weights, self._copy, self._kernels = layout, weights, copy, kernels
         self._groups = kernels.block_numbers(self._plan.group_of_block)
         self._scratch = kernels.update_scratch(dtype)
 
@@ -152,8 +154,13 @@ class Optimizer:
         **Local.** To keep the state across layouts take :meth:`state_arrays` before.
         """
         self.state, self.updates, self._common = {}, np.zeros(0, dtype=np.int64), 0
-        self._layout = self._weights = self._kernels = self._scratch = self._plan = None
+        self._layout = self._weights = self._copy = self._kernels = self._scratch = self._plan = None
         self._groups = self._owners = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Working memory of the update, beside the state."""
+        return int(getattr(self._scratch, "nbytes", 0))
 
     def prepare(self, gradient: Any, start: int, stop: int, scale: float) -> Any:
         """Return partial sums that must be added over all ranges before ``apply``; None for most rules.
@@ -198,6 +205,10 @@ class Optimizer:
     def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
         """Apply the rule to one piece; ``lr`` and ``decay`` are floats, or float64 arrays a block."""
         raise NotImplementedError
+
+    def _working_copy(self, start: int, stop: int) -> Any:
+        """Return a range of the weights in 16 bits, or None."""
+        return None if self._copy is None else self._copy[start:stop]
 
     def _column(self, table: np.ndarray, start: int, stop: int) -> Any:
         """Return values given a parameter, in layout order, as a column over the blocks of a range."""

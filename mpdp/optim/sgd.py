@@ -61,6 +61,7 @@ class SGD(Optimizer):
             weight_decay=decay,
             nesterov=self.nesterov,
             scratch=self._scratch,
+            copy=self._working_copy(start, stop),
         )
 
     def _hyper_parameters(self) -> dict[str, Any]:

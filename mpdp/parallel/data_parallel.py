@@ -7,9 +7,8 @@ optimizer divides by the global count. So shares of any size, also empty ones, a
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,30 +16,22 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
-from ..comm.agreement import compare
-from ..errors import DisagreementError, NonFiniteError, on_all_ranks
+from ..comm.agreement import compare, together
+from ..errors import DisagreementError, on_all_ranks
 from ..nn import Module
-from ..optim import Optimizer
+from ..optim import LossScale, Optimizer
 from ..world import World, init
+from . import non_finite
 from .arena import GradientArena
 from .collectives import AxisPeers, average_buffers
 from .forms import leading_length, split_loss
 from .layout import Layout
+from .memory import MemoryUse
+from .plans import Plan, Plans
+from .precision import Precision
 from .record import Kind, exchange
-from .reducer import FlushPlan
+from .reducer import Reducer
 from .replica import Replica
-
-_PLANS = 256  # remembered tape signatures; a program with more different graphs recomputes plans
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a set of tapes implies for one update."""
-
-    after: FlushPlan
-    unused_views: tuple[Any, ...]
-    used: np.ndarray
-    used_hash: int
 
 
 class DataParallel:
@@ -51,8 +42,11 @@ class DataParallel:
     Args:
         model: an ``nn.Module`` whose trainable parameters share one dtype; the same on every rank.
         world: the ranks (default: ``mpdp.init()``).
+        precision: ``"float32"``, ``"float64"``, ``"tf32"``, ``"bfloat16"`` or ``"float16"``; the default is the
+            parameters' dtype. Under 16 bits the weights stay float32, and forward and backward read 16-bit copies.
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
-        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+        loss_scale: how the scale of float16 gradients is found (default: ``optim.LossScale()``).
+        chunk_bytes: size of a middle chunk in bytes (default: the transport's).
         seed: seed of dropout masks.
         nominal_count: samples one expects in a global batch; gradients are scaled by the power of two nearest
             to its inverse while they are summed, which costs no rounding and lets float16 survive.
@@ -62,6 +56,8 @@ class DataParallel:
         arena: the gradient arena; ``weights``: the flat weights, both over ``layout``.
         step_count: finished updates.
         last_count, last_loss_sum: global count and loss sum of the last update.
+        precision: what is kept in which dtype.
+        loss_scale: the scale of float16 gradients, or None under another precision.
         exponent: gradients are summed times 2^-exponent.
         draws_samples: some module draws random numbers keyed by sample.
 
@@ -85,7 +81,9 @@ class DataParallel:
         model: Module,
         world: World | None = None,
         *,
+        precision: str | None = None,
         reduce_dtype: str | None = None,
+        loss_scale: LossScale | None = None,
         chunk_bytes: int | None = None,
         seed: int = 0,
         nominal_count: float = 1.0,
@@ -99,7 +97,12 @@ class DataParallel:
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
-        self._replica = Replica(model, self.world.device, self.comm, reduce_dtype, chunk_bytes)
+        self._replica = Replica(model, self.world.device, self.comm, precision, reduce_dtype, chunk_bytes)
+        self.precision: Precision = self._replica.precision
+        self.loss_scale = together(self.comm, lambda: _loss_scale(self.precision, loss_scale))
+        settings = {} if self.loss_scale is None else self.loss_scale.describe() | self.loss_scale.state()
+        compare(self.comm, "loss_scale", {name: repr(value) for name, value in settings.items()})
+        self._memory = MemoryUse()
         modules = [module for _, module in model.named_modules()]
         self.draws_samples = any(module.draws_samples for module in modules)
         self._communicating = [m for m in modules if m.communicates] if self.comm.size > 1 else []
@@ -107,12 +110,8 @@ class DataParallel:
             module.peers = AxisPeers(self.comm)
         self._averaging = [m for m in modules if m.averaged_buffers] if self.comm.size > 1 else []
         self._kernels = kernels.for_device(self.world.device)
-        self._forget_plans()
+        self._plans = Plans(self._replica)
         self._reset()
-
-    def _forget_plans(self) -> None:
-        self._plans: dict[tuple[int, ...], _Plan] = {}
-        self._leaves: dict[int, frozenset[str]] = {}  # tape signature -> parameters it uses
 
     def _reset(self) -> None:
         """Forget what an update gathered so far."""
@@ -135,6 +134,11 @@ class DataParallel:
     def arena(self) -> GradientArena:
         """The gradients over ``layout``."""
         return self._replica.arena
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces them."""
+        return self._replica.reducer
 
     @property
     def weights(self) -> Any:
@@ -191,7 +195,7 @@ class DataParallel:
     def _train_only(self, flags: dict[str, bool]) -> None:
         exchange(self.comm, Kind.FREEZE, self.step_count)
         self._replica.train_only(flags)
-        self._forget_plans()
+        self._plans.forget()
         self._reset()
 
     # -- one update
@@ -230,8 +234,10 @@ class DataParallel:
             count = leading_length(inputs, kwargs)
         self._forward_count = count
         self._own += count
+        if self._replica.binding.stale:
+            self._replica.refresh()
         with samples(SampleContext(self.seed, self.step_count, start, count)):
-            return self.model(*inputs, **kwargs)
+            return self.precision.forward(inputs, kwargs, self.model)
 
     def backward(
         self, loss: Any, *, count: float | None = None, final: bool = True, stop: bool = False
@@ -256,7 +262,11 @@ class DataParallel:
             NonFiniteError: on all ranks, when the global loss sum is NaN or infinite.
         """
         try:
-            self._backward(loss, count, final, stop)
+            if self.precision.plain:
+                self._backward(loss, count, final, stop)
+            else:
+                with self.precision.products():
+                    self._backward(loss, count, final, stop)
         except BaseException:
             self.abandon()
             raise
@@ -287,6 +297,7 @@ class DataParallel:
             )
         if loss is not None:
             total, factor, local_count = split_loss(loss, count if count is not None else self._forward_count)
+            self.precision.check_loss(total)
             self._count += local_count
             if local_count:  # nothing to count may be NaN, as a mean of no numbers is
                 self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
@@ -296,15 +307,17 @@ class DataParallel:
             if local_count or communicates:
                 tape = Tape(total)
                 seed = factor * 2.0**-self.exponent
-                self._signatures += (tape.signature,)
+                if self.loss_scale is not None:
+                    seed *= self.loss_scale.value
+                signature = tape.signature
+                self._signatures += (signature,)
+                self._memory.look(tape, signature, self._forward_count)
         if not final:
             if tape is not None:
-                if tape.signature not in self._leaves:
-                    self._replica.check_leaves(tape.leaves)
-                    self._leaves[tape.signature] = frozenset(self._replica.names_of(tape.last_write))
+                self._plans.know(tape, signature)
                 tape.backward(seed)
             return
-        plan = self._plan(tape)
+        plan = self._plans.of(self._signatures, tape)
         for view in plan.unused_views:
             view.fill(0)
         # The record goes out right before the first chunk: ranks then wait for one another once, not twice.
@@ -327,7 +340,7 @@ class DataParallel:
             buffers = [getattr(module, name) for module in training for name in module.averaged_buffers]
             average_buffers(self.comm, buffers, float(self._own))
 
-    def _exchange_record(self, plan: _Plan, stop: bool) -> None:
+    def _exchange_record(self, plan: Plan, stop: bool) -> None:
         """Agree with all ranks on what is about to be reduced. **Collective.**"""
         agreed = exchange(
             self.comm,
@@ -349,7 +362,7 @@ class DataParallel:
             )
         count, loss_sum = agreed.sums
         if not math.isfinite(loss_sum):
-            self._raise_non_finite_loss(loss_sum)
+            non_finite.raise_loss(self.comm, self._loss_sum, loss_sum, self.step_count, self.precision.name)
         used = plan.used if agreed.used_equal else self._agree_used(plan.used)
         if count > 0 and not used.any():
             raise on_all_ranks(
@@ -361,29 +374,6 @@ class DataParallel:
         self._used = None if used.all() else used
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
-
-    def _plan(self, tape: Tape | None) -> _Plan:
-        """Return the plan of this update's tapes, computed once for each combination of signatures."""
-        # A rank whose last share is empty has no tape, although its signatures may equal another update's.
-        key = (*self._signatures, 0 if tape is None else 1)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan
-        if tape is not None:
-            self._replica.check_leaves(tape.leaves)
-        last_write = {} if tape is None else self._replica.names_of(tape.last_write)
-        used_names = last_write.keys() | {name for s in self._signatures for name in self._leaves.get(s, ())}
-        used = np.zeros(len(self.layout.trainable), dtype=bool)
-        used[[self._replica.index[name] for name in used_names]] = True
-        unused_views = tuple(self.arena[e.name] for e in self.layout.trainable if e.name not in used_names)
-        digest = hashlib.blake2b(used.tobytes(), digest_size=8).digest()
-        plan = _Plan(
-            self._replica.reducer.plan(last_write), unused_views, used, int.from_bytes(digest, "little") >> 2
-        )
-        if len(self._plans) >= _PLANS:
-            self._forget_plans()
-        self._plans[key] = plan
-        return plan
 
     def _agree_used(self, used: np.ndarray) -> np.ndarray:
         """Return which parameters any rank used. **Collective.**"""
@@ -401,12 +391,16 @@ class DataParallel:
             lr: the learning rate of this update (default: the optimizer's).
             clip_norm: scale the averaged gradient by ``min(1, clip_norm / (norm + 1e-6))``.
 
+        Under float16 an update whose reduced gradient is not finite is skipped, on every rank alike, and the loss scale
+        falls; the step counts as finished (``loss_scale.skipped`` counts them).
+
         Returns:
             the global mean loss of the update; 0.0 where no rank had anything to count, in which case weights
             stay as they are.
 
         Raises:
-            NonFiniteError: on all ranks, when the reduced gradient is NaN or infinite; nothing is updated.
+            NonFiniteError: on all ranks, when the reduced gradient is NaN or infinite, and no loss scale can fall;
+                nothing is updated.
             ValueError: no ``backward`` before it, another optimizer than before, or a rate or norm out of range.
         """
         if self._agreed is None:
@@ -426,10 +420,9 @@ class DataParallel:
         gradient = self.arena.array
         kernel = self._kernels
         try:
-            if count > 0:
-                if not bool(kernel.all_finite(gradient)):
-                    self._raise_non_finite_gradient()
-                scale = 2.0**self.exponent / count
+            loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            if count > 0 and self._all_finite():
+                scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
                     norm = math.sqrt(float(kernel.sum_of_squares(gradient, self.layout.SPAN).sum())) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
@@ -452,8 +445,33 @@ class DataParallel:
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
 
+    def _all_finite(self) -> bool:
+        """Return whether to apply the reduced gradient, and go on to the next loss scale; it has equal bits on all
+        ranks, so all of them decide alike.
+        """  # fmt: skip
+        finite = bool(self._kernels.all_finite(self.arena.array))
+        scale = self.loss_scale
+        if not finite and (scale is None or scale.at_bottom):
+            smallest = None if scale is None else scale.smallest
+            non_finite.raise_gradient(self._kernels, self.layout, self.arena.array, self.step_count, smallest)
+        if scale is not None:
+            scale.update(finite)
+        return finite
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank takes at the most, by what they are for. **Local.**
+
+        Returns:
+            ``parameters`` (with working copies and buffers), ``gradients``, ``optimizer`` (its state, once there was
+            a step), ``activations`` (the most that a graph held when its backward began, and what parts that run
+            again add), ``workspace``, and ``peak``. On a GPU ``peak`` is what CuPy's pool has taken, and
+            ``workspace`` the rest of it. On the CPU ``workspace`` is the optimizer's scratch memory, and ``peak``
+            the most that the whole process had, Python and data included.
+        """
+        return self._memory.report(self._replica)
+
     def check_replicas(self) -> None:
-        """Check that weights, moments and buffers hold the same bits on every rank.
+        """Check that weights, moments, buffers and the loss scale hold the same bits on every rank.
 
         **Collective.**
 
@@ -461,35 +479,18 @@ class DataParallel:
             DivergenceError: on all ranks, naming the rank and the parameter.
         """
         exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
-        self._replica.check(self.step_count)
+        state = {} if self.loss_scale is None else self.loss_scale.state()
+        self._replica.check(self.step_count, {f"loss scale ({k})": np.float64(v) for k, v in state.items()})
 
-    # -- errors that all ranks see
 
-    def _raise_non_finite_loss(self, loss_sum: float) -> None:
-        mine = np.zeros(self.comm.size, dtype=np.uint8)
-        mine[self.comm.rank] = not math.isfinite(self._loss_sum)
-        self.comm.all_reduce(mine, op="max", lane="urgent")
-        ranks = ", ".join(str(rank) for rank in np.flatnonzero(mine)) or "no single one"
-        raise on_all_ranks(
-            NonFiniteError(
-                f"loss: expected a finite sum at step {self.step_count}, got {loss_sum} (from rank {ranks}); "
-                "look at the learning rate and at that rank's samples"
-            )
+def _loss_scale(precision: Precision, given: LossScale | None) -> LossScale | None:
+    """Return the loss scale of a precision: the one that was given, a default one, or None."""
+    if given is not None and not isinstance(given, LossScale):
+        raise TypeError(f"loss_scale: expected an optim.LossScale, got {type(given).__name__}; leave it out")
+    if given is not None and not precision.scaled:
+        raise ValueError(
+            f'loss_scale: expected None with precision="{precision.name}", got one; only "float16" needs it'
         )
-
-    def _raise_non_finite_gradient(self) -> None:
-        # The reduced gradient is the same on every rank, so all of them come here.
-        name = next(
-            (
-                e.name
-                for e in self.layout.trainable
-                if not self._kernels.all_finite(self.arena.array[e.start : e.stop])
-            ),
-            "(padding)",
-        )
-        raise on_all_ranks(
-            NonFiniteError(
-                f"gradient: expected finite values at step {self.step_count}, got NaN or infinity first in {name}; "
-                "nothing was updated; look at the learning rate and the data"
-            )
-        )
+    if given is None:
+        return LossScale() if precision.scaled else None
+    return copy.copy(given)  # it changes while this model trains

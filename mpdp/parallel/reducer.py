@@ -31,10 +31,10 @@ class Reducer:
     Args:
         arena: the gradients.
         comm: the ranks (default: the arena's).
-        chunk_bytes: size of a middle chunk in bytes (default 4 MiB).
+        chunk_bytes: size of a middle chunk in bytes (default: the transport's).
 
     Attributes:
-        chunks: the (start, stop) element ranges that are reduced at once, in order.
+        chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
         step: finished reductions.
         opening: called once before the first chunk of a step is started; the caller sets it for each step.
 
@@ -58,11 +58,13 @@ class Reducer:
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
         exchange(self.comm, Kind.CONSTRUCT, 0)
+        middle = chunk_bytes if chunk_bytes is not None else self.comm.chunk_bytes
         self.chunks = together(
-            self.comm, lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, chunk_bytes)
+            self.comm,
+            lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
         self._starts = [start for start, _ in self.chunks]
-        self._views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
+        self.views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
         self._members = [0] * len(self.chunks)
         for first, last in self._span.values():
@@ -168,7 +170,7 @@ class Reducer:
         if self._next < upto:
             self.open()
         while self._next < upto:
-            self._requests.append(self.comm.start_all_reduce(self._views[self._next]))
+            self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
             self._next += 1
 
     def wait(self) -> None:

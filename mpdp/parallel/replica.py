@@ -21,16 +21,18 @@ from ..nn import Module
 from ..optim import Optimizer
 from .arena import Arena, GradientArena
 from .layout import Layout
+from .precision import Precision, reduced_dtype
 from .reducer import Reducer
 from .replica_check import check_replicas
 
 
 class Binding:
-    """What bound parameters share: the update in progress, and whether a flag was changed behind our back."""
+    """What bound parameters share: the update in progress, and what was changed, or may have been, behind our back."""
 
     def __init__(self) -> None:
         self.update = 1
         self.dirty = False
+        self.stale = False
 
 
 class Replica:
@@ -42,6 +44,7 @@ class Replica:
         model: the same on every rank; its parameters share one dtype.
         device: where the arenas lie.
         comm: the ranks that hold a replica each.
+        precision: see :class:`~mpdp.parallel.precision.Precision`.
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
         chunk_bytes: see :class:`Reducer`.
 
@@ -49,7 +52,7 @@ class Replica:
         parameters: name to parameter in registration order; a tied one stands once.
         buffers: name to buffer.
         layout: the index space of this generation.
-        arena: the gradients over it. ``weights``: the flat weights.
+        arena: the gradients over it. ``weights``: the flat weights. ``copies``: the flat working copies, or None.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
@@ -61,6 +64,7 @@ class Replica:
         model: Module,
         device: Device,
         comm: Communicator,
+        precision: str | None = None,
         reduce_dtype: str | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -68,30 +72,22 @@ class Replica:
         self.comm = comm
         self.optimizer: Optimizer | None = None
         self._chunk_bytes = chunk_bytes
-        together(comm, lambda: self._look_at(model, reduce_dtype))
+        together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
         model.bind_names()
         self._build(generation=0)
         self.broadcast()
 
-    def _look_at(self, model: Module, reduce_dtype: str | None) -> None:
+    def _look_at(self, model: Module, precision: str | None, reduce_dtype: str | None) -> None:
         if not isinstance(model, Module):
             raise TypeError(
                 f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module"
             )
         self.parameters: dict[str, Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, Buffer] = dict(model.named_buffers())
-        self.dtype = _one_dtype(self.parameters)
-        wanted = reduce_dtype or ("float32" if self.dtype.name == "float16" else self.dtype)
-        try:
-            dtype = np.dtype(wanted)
-        except TypeError:
-            dtype = None
-        if dtype is None or dtype.name not in ("float16", "float32", "float64"):
-            raise ValueError(
-                f"reduce_dtype: expected float16, float32 or float64, got {wanted!r}; gradients are floats"
-            )
-        self.reduce_dtype = dtype
+        self.precision = Precision(precision, _one_dtype(self.parameters))
+        self.dtype = self.precision.master
+        self.reduce_dtype = reduced_dtype(reduce_dtype, self.dtype)
 
     def describe(self) -> dict[str, str]:
         """Return what must be equal on all ranks: parameters in order, dtypes, chunking. **Local.**"""
@@ -103,6 +99,7 @@ class Replica:
         return {
             "number of parameters": str(len(self.parameters)),
             **fields,
+            "precision": self.precision.name,
             "reduce_dtype": self.reduce_dtype.name,
             "chunk_bytes": str(self._chunk_bytes),
         }
@@ -113,6 +110,9 @@ class Replica:
         frozen = [name for name, p in self.parameters.items() if not p.requires_grad]
         self.layout = Layout(shapes, frozen, generation)
         self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
+        self._copies: Arena | None = None
+        if self.precision.copies is not None:
+            self._copies = Arena(self.layout, self.precision.copies, self.device, self.comm)
         self.arena = GradientArena.over(self.layout, self.reduce_dtype, self.device, self.comm)
         self.reducer = Reducer(self.arena, self.comm, self._chunk_bytes)
         self.binding = Binding()
@@ -123,14 +123,27 @@ class Replica:
             buffer.data = kernels.move(buffer.data, self.device)
         for name, parameter in self.parameters.items():
             gradient = self.arena[name] if parameter.requires_grad else None
-            parameter.bind(self._weights[name], gradient, self.binding)
+            copy = None if self._copies is None else self._copies[name]
+            parameter.bind(self._weights[name], gradient, self.binding, copy)
             if parameter.requires_grad:
                 self._name_of[parameter] = name
+        self.refresh()
 
     @property
     def weights(self) -> Any:
         """The flat weights over ``layout``."""
         return self._weights.array
+
+    @property
+    def copies(self) -> Any:
+        """The flat working copies over ``layout``, or None."""
+        return None if self._copies is None else self._copies.array
+
+    def refresh(self) -> None:
+        """Round the weights to the working copies again, after something else than the optimizer wrote them."""
+        if self._copies is not None:
+            kernels.for_device(self.device).store(self.weights, self._copies.array)
+        self.binding.stale = False
 
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
         """Return name to position for those leaves of a tape that this layout trains. **Local.**"""
@@ -152,6 +165,7 @@ class Replica:
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
         self.comm.broadcast(self.weights, root=root)
+        self.refresh()
         for buffer in self.buffers.values():
             flat = kernels.of(buffer.data).xp.ascontiguousarray(buffer.data).reshape(-1)
             self.comm.broadcast(flat.view(np.uint8), root=root)
@@ -195,7 +209,7 @@ class Replica:
             raise ValueError(
                 "optimizer: expected the one of the first step, got another; its state belongs to it"
             )
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device))
+        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
         self.optimizer = optimizer
 
     def _move_optimizer(self, optimizer: Optimizer, old_layout: Layout) -> None:
@@ -203,7 +217,7 @@ class Replica:
         old = optimizer.state_arrays()
         counts = {entry.name: int(count) for entry, count in zip(old_layout.trainable, old["updates"])}
         optimizer.unbind()
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device))
+        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
         new = optimizer.state_arrays()
         kept = [entry.name for entry in self.layout.trainable if entry.name in counts]
         for slot in optimizer.slots:
@@ -212,18 +226,28 @@ class Replica:
         updates = np.array([counts.get(e.name, 0) for e in self.layout.trainable], dtype=np.int64)
         optimizer.load_state_arrays({**new, "updates": updates})
 
-    def check(self, step: int) -> None:
-        """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**"""
+    def check(self, step: int, beside: Mapping[str, Any]) -> None:
+        """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**
+
+        Args:
+            step: finished updates.
+            beside: name to array of what else must be equal.
+        """
         flats: dict[str, Any] = {"weight": self.weights}
+        if self._copies is not None:
+            if self.binding.stale:
+                self.refresh()  # a local fact must not change what is compared
+            flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
+        arrays |= beside
         if self.optimizer is not None:
             flats |= self.optimizer.state
             arrays["update counts"] = self.optimizer.updates
         check_replicas(self.comm, self.layout, flats, arrays, step)
 
 
-def _one_dtype(parameters: dict[str, Any]) -> np.dtype:
-    """Return the parameters' common dtype; float32 for a model without any."""
+def _one_dtype(parameters: dict[str, Any]) -> np.dtype | None:
+    """Return the parameters' common dtype; None for a model without any."""
     first: tuple[str, np.dtype] | None = None
     for name, parameter in parameters.items():
         if first is None:
@@ -234,4 +258,4 @@ def _one_dtype(parameters: dict[str, Any]) -> np.dtype:
                 f"{parameter.dtype} in {name}; "
                 "build all layers with the same dtype="
             )
-    return first[1] if first else np.dtype("float32")
+    return first[1] if first else None

@@ -13,9 +13,8 @@ import numpy as np
 from ..data import ArrayDataset, split_batch
 from ..nn import Module, losses
 from ..optim import Optimizer
+from ..parallel.precision import NAMES
 from ..world import World
-
-PRECISIONS = ("float32", "float64")
 
 
 def check(
@@ -51,9 +50,9 @@ def check(
             f"schedule: expected a function of the update's index, got {type(schedule).__name__}; "
             "as optim.WarmupCosine(100, 5000)"
         )
-    if precision not in PRECISIONS:
+    if precision not in NAMES:
         raise ValueError(
-            f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}; others are not there yet"
+            f"precision: expected one of {', '.join(NAMES)}, got {precision!r}; float32 is the default"
         )
     if placement != "replicated":
         raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
@@ -97,23 +96,27 @@ def check(
 def cast(model: Module, precision: str, world: World) -> None:
     """Widen a float32 model to float64 where that is asked for; refuse to narrow one. **Local.**"""
     widened = False
+    master = "float64" if precision == "float64" else "float32"
     for name, parameter in model.named_parameters():
         dtype = np.dtype(parameter.dtype).name
-        if dtype == precision:
+        if dtype == master:
             continue
-        if dtype == "float32" and precision == "float64":
+        if dtype == "float32":
             parameter.data = parameter.data.astype("float64")
             widened = True
         else:
+            other = 'pass precision="float64" or ' if dtype == "float64" else ""
             raise TypeError(
-                f"precision: expected parameters of dtype {precision}, got {dtype} in {name}; "
-                f'pass precision="{dtype}" or build the layers with dtype="{precision}"'
+                f"precision: expected parameters of dtype {master}, got {dtype} in {name}; "
+                f'{other}build the layers with dtype="{master}"'
             )
     for _, buffer in model.named_buffers() if widened else ():
         if buffer.dtype == np.float32:
             buffer.data = buffer.data.astype("float64")
     if widened:
         world.log("info", 'precision: widened the parameters from float32 to float64 for precision="float64"')
+    if precision == "tf32" and world.device.kind == "cpu":
+        world.log("info", 'precision: "tf32" is float32 on a CPU, which has no TF32')
 
 
 def check_labels(function: Any, dataset: Any, output: Any) -> None:

@@ -9,17 +9,24 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import kernels
 from ..autodiff import Tensor, no_grad
+from ..comm.agreement import agree, compare, together
 from ..comm.base import Communicator
-from ..data import MicroBatch, check_dataset
+from ..data import Loader, MicroBatch, check_dataset
 from ..nn import Module
 from ..parallel.forms import split_loss
+from ..parallel.record import Kind, exchange
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]
+_BATCH = 1024  # samples of a forward pass over all ranks, where the caller does not say
 _TAKEN = ("kind", "epoch", "step", "loss", "validation_loss")  # by the rows of the history and the log
 
 
@@ -81,6 +88,43 @@ def evaluate(
                     tally.add_metrics(output, part.target)
                     part.release()
     return tally
+
+
+def run(
+    trainer: Trainer, dataset: Any, metrics: Sequence[Metric], global_batch_size: int | None
+) -> dict[str, float]:
+    """Evaluate a trainer's model on all ranks; see ``Trainer.evaluate``. **Collective.**"""
+    comm, world = trainer.world.axis("data"), trainer.world
+    exchange(comm, Kind.EVALUATE, trainer.step_count)
+    together(comm, lambda: check_evaluation(dataset, metrics))
+    size = global_batch_size if global_batch_size is not None else _BATCH
+    compare(
+        comm,
+        "evaluate",
+        {
+            "length of the data set": len(dataset),
+            "global_batch_size": size,
+            "metrics": [metric_name(metric) for metric in metrics],
+        },
+    )
+    loader = together(
+        comm,
+        lambda: Loader(
+            dataset,
+            size,
+            rank=world.rank,
+            size=world.size,
+            shuffle=False,
+            dtype=trainer.parallel.precision.master,
+            device=world.device,
+            say=lambda line: None,
+            purpose="batch of an evaluation",
+        ),
+    )
+    with evaluation_mode(trainer.model), loader.updates(stop=len(loader)) as stream:
+        tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
+    agree(comm, kernels.for_device(world.device).pending_error())
+    return tally.reduced(comm)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class FitLoop:
             seed=trainer.seed,
             shuffle=plan.shuffle,
             drop_last=plan.drop_last,
-            dtype=trainer.precision,
+            dtype=trainer.parallel.precision.master,
             device=trainer.world.device,
             say=self.progress.say,
             zero_rows=trainer.parallel.may_communicate,

@@ -77,7 +77,7 @@ def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     """Return the state's arrays by name, each parameter once."""
     parallel, optimizer = trainer.parallel, trainer.optimizer
     host = kernels.for_device(trainer.world.device).to_numpy
-    tensors = {f"weights/{name}": host(p.data) for name, p in parallel.parameters.items()}
+    tensors = {f"weights/{name}": p.numpy() for name, p in parallel.parameters.items()}
     for slot, flat in optimizer.state.items():
         for entry in parallel.layout.trainable:
             tensors[f"optimizer/{slot}/{entry.name}"] = host(parallel.layout.view(flat, entry.name))
@@ -95,6 +95,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "seed": trainer.seed,
         "exponent": parallel.exponent,
         "precision": trainer.precision,
+        "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
         "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
         "updates": {
@@ -169,4 +170,12 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
+    if parallel.loss_scale is not None and state.get("loss_scale") is not None:
+        parallel.loss_scale.load_state(state["loss_scale"])
+    if state["precision"] != trainer.precision:
+        trainer.world.log(
+            "info",
+            f'resume: the checkpoint is of a run with precision="{state["precision"]}", going on with '
+            f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
+        )
     trainer.position = Position(**state["position"])

@@ -1,8 +1,9 @@
 """The run folder: log, configuration and checkpoints of one run, written by rank 0 alone.
 
 ``log.jsonl`` holds one JSON object a line: ``{"kind": "step", "step", "epoch", "loss", "lr", "seconds"}`` after
-each update and ``{"kind": "epoch", "epoch", "step", "loss", ...}`` after each epoch. A resumed run cuts the log
-back to the checkpoint, so every step stands in it once.
+each update (under float16 also ``"loss_scale"`` and ``"skipped"``), ``{"kind": "epoch", "epoch", "step", "loss", ...}``
+after each epoch and ``{"kind": "memory", "step", ...}`` at the end of ``fit``. A resumed run cuts the log back to the
+checkpoint, so every step stands in it once.
 """
 
 from __future__ import annotations
@@ -112,13 +113,13 @@ class RunFolder:
             self.flush()
             self._flushed = now
 
-    def step_row(self, step: int, epoch: int, loss: float, lr: float) -> None:
+    def step_row(self, step: int, epoch: int, loss: float, lr: float, **beside: Any) -> None:
         """Append the row of one update."""
         if self._log is None:
             return
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
-        self.row(kind="step", step=step, epoch=epoch, loss=loss, lr=lr, seconds=round(seconds, 6))
+        self.row(kind="step", step=step, epoch=epoch, loss=loss, lr=lr, **beside, seconds=round(seconds, 6))
 
     def flush(self) -> None:
         """Write out the rows that wait in memory: all of them, or none where that fails.

@@ -15,17 +15,17 @@ import numpy as np
 
 from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
-from ..data import Loader, MicroBatch
+from ..data import MicroBatch
 from ..nn import Module
-from ..optim import Optimizer, constant
+from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
 from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, init
-from . import arguments, resuming
+from . import arguments, evaluation, resuming
 from .callbacks import Callback
-from .evaluation import Metric, check_evaluation, evaluate, evaluation_mode, metric_name
+from .evaluation import Metric
 from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
@@ -36,7 +36,6 @@ from .step import EagerStep, cut_batch, take_apart
 History = list[dict[str, Any]]
 _CHECK_AFTER = (1, 2, 10)
 _CHECK_EVERY = 500  # updates; one pass over weights and moments, about 1 ms for a million parameters
-_EVALUATION_BATCH = 1024
 
 
 class Trainer:
@@ -51,14 +50,17 @@ class Trainer:
         optimizer: an optimizer of ``optim``.
         world: the ranks (default: ``mpdp.init()``).
         schedule: factor on the optimizer's learning rate as a function of the update's index.
-        precision: ``"float32"`` or ``"float64"``; a float32 model is widened to float64 on request.
-        reduce_dtype: dtype of the gradient buffer (default: that of the parameters).
+        precision: ``"float32"``, ``"tf32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"`` (a float32 model is
+            widened). Under 16 bits, weights, moments, gradients, norms and losses stay float32; forward and
+            backward run in 16 bits.
+        reduce_dtype: dtype of the gradient buffer (default: that of the weights, so float32 under 16 bits).
+        loss_scale: an ``optim.LossScale`` with other numbers than the default ones, for ``"float16"`` only.
         placement: where optimizer state lives; ``"replicated"``.
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
         graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
-        chunk_bytes: size of a middle chunk of the reduction in bytes.
+        chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
         keep: checkpoints to keep.
@@ -94,6 +96,7 @@ class Trainer:
         schedule: Callable[[int], float] | None = None,
         precision: str = "float32",
         reduce_dtype: str | None = None,
+        loss_scale: LossScale | None = None,
         placement: str = "replicated",
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -145,8 +148,15 @@ class Trainer:
         self.callbacks = tuple(callbacks)
         self._stop_asked = self._stop_agreed = self._fitting = False
         self.loss = self._last_lr = float("nan")
+        self._last_scale: float | None = None  # of the loss, in the last update
         self.parallel = DataParallel(
-            model, self.world, reduce_dtype=reduce_dtype, chunk_bytes=chunk_bytes, seed=self.seed
+            model,
+            self.world,
+            precision=precision,
+            reduce_dtype=reduce_dtype,
+            loss_scale=loss_scale,
+            chunk_bytes=chunk_bytes,
+            seed=self.seed,
         )
         given = {"run_dir": "none" if run_dir is None else "a folder"}
         compare(comm, "trainer", self.describe() | given)
@@ -168,6 +178,7 @@ class Trainer:
             "schedule": arguments.describe(self.schedule),
             "loss": arguments.describe(self.loss_function),
             "precision": self.precision,
+            "loss_scale": None if self.parallel.loss_scale is None else self.parallel.loss_scale.describe(),
             "placement": self.placement,
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
@@ -287,6 +298,7 @@ class Trainer:
                 self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
+            self.folder.row(kind="memory", step=self.step_count, **self.memory())
             self.folder.flush()
         finally:
             self._fitting = False
@@ -304,6 +316,8 @@ class Trainer:
         """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
         self.world.activity.step = self.step_count
         lr = self.lr
+        scale = self.parallel.loss_scale
+        self._last_scale = None if scale is None else scale.value
         self._kernels.begin_step(self.step_count)
         self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
         self._last_lr = lr
@@ -312,7 +326,10 @@ class Trainer:
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
-        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr)
+        beside: dict[str, Any] = {}
+        if self.parallel.loss_scale is not None:
+            beside = {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
+        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
         for callback in self.callbacks:
@@ -373,37 +390,7 @@ class Trainer:
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
-        comm = self.world.axis("data")
-        exchange(comm, Kind.EVALUATE, self.step_count)
-        together(comm, lambda: check_evaluation(dataset, metrics))
-        size = global_batch_size if global_batch_size is not None else _EVALUATION_BATCH
-        compare(
-            comm,
-            "evaluate",
-            {
-                "length of the data set": len(dataset),
-                "global_batch_size": size,
-                "metrics": [metric_name(metric) for metric in metrics],
-            },
-        )
-        loader = together(
-            comm,
-            lambda: Loader(
-                dataset,
-                size,
-                rank=self.world.rank,
-                size=self.world.size,
-                shuffle=False,
-                dtype=self.precision,
-                device=self.world.device,
-                say=lambda line: None,
-                purpose="batch of an evaluation",
-            ),
-        )
-        with evaluation_mode(self.model), loader.updates(stop=len(loader)) as stream:
-            tally = evaluate(self.eager.forward, self.loss_function, stream, metrics)
-        agree(comm, self._kernels.pending_error())
-        return tally.reduced(comm)
+        return evaluation.run(self, dataset, metrics, global_batch_size)
 
     # -- the run's files
 
@@ -473,6 +460,10 @@ class Trainer:
         if not self._nominal_fixed:
             self.parallel.set_nominal_count(count)
             self._nominal_fixed = True
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank takes at the most, by purpose; see :meth:`DataParallel.memory`. **Local.**"""
+        return self.parallel.memory()
 
     # -- replicas
 

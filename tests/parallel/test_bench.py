@@ -1,6 +1,8 @@
 """The benchmarks under a launcher."""
 
+import importlib.util
 import json
+import os
 import sys
 
 import launching
@@ -12,6 +14,7 @@ def test_all_reduce_measures_every_transport_and_checks_every_sum(job, tmp_path,
     path = tmp_path / "result.json"
     line, settings = launching.mpirun(size)
     words = ["-m", "mpdp", "bench", "all-reduce", "--quick", "--sizes", "8,20000,1M", "--json", str(path)]
+    words += ["--transports", "shared_memory,mpi,mpi4py"]
     launching.run([*line, sys.executable, *words], environ=settings, timeout=60).check()
     rows = json.loads(path.read_text())["rows"]
     assert all(row["right"] for row in rows)
@@ -27,6 +30,19 @@ def test_all_reduce_measures_every_transport_and_checks_every_sum(job, tmp_path,
     assert all(row["busbw"] == pytest.approx(row["algbw"] * 2 * (size - 1) / size) for row in rows)
 
 
+def test_all_reduce_between_nodes_measures_two_levels(job, tmp_path):
+    path = tmp_path / "result.json"
+    line, settings = launching.mpirun(3)
+    words = ["-m", "mpdp", "bench", "all-reduce", "--quick", "--sizes", "8,1M", "--json", str(path)]
+    launching.run(
+        [*line, sys.executable, *words], environ={**settings, "MPDP_NODES": "2"}, timeout=60
+    ).check()
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["right"] for row in rows)
+    large = ["two_level", "two_level, reducer", "mpi", "mpi, reducer", "mpi4py"]
+    assert [row["case"] for row in rows] == ["two_level", "mpi", "mpi4py", *large]
+
+
 def test_sixteen_bit_floats_have_no_row_of_plain_mpi(job, tmp_path):
     path = tmp_path / "result.json"
     line, settings = launching.mpirun(2)
@@ -40,8 +56,62 @@ def test_sixteen_bit_floats_have_no_row_of_plain_mpi(job, tmp_path):
         "1K",
         "--dtypes",
         "bfloat16",
+        "--transports",
+        "shared_memory,mpi,mpi4py",
         "--json",
     ]
     launching.run([*line, sys.executable, *words, str(path)], environ=settings, timeout=60).check()
     rows = json.loads(path.read_text())["rows"]
     assert [(row["case"], row["right"]) for row in rows] == [("shared_memory", True), ("mpi", True)]
+
+
+def bench(size, path, *words, **more):
+    line, settings = launching.mpirun(size)
+    words = ["-m", "mpdp", "bench", "all-reduce", "--quick", "--json", str(path), *words]
+    return launching.run([*line, sys.executable, *words], environ=settings, timeout=120, **more)
+
+
+def test_a_torch_that_is_missing_is_one_error(job, tmp_path):
+    result = bench(2, tmp_path / "result.json", "--torch-python", str(tmp_path / "missing"))
+    assert result.rc != 0 and not result.timed_out and not result.orphans, f"{result}"
+    assert result.output.count("error in step 0: CommunicationError: torch: expected a Python at") == 1
+
+
+def test_torch_takes_turns_with_the_transports(job, tmp_path):
+    """Runs where torch is: in this Python, or in the one that MPDP_TORCH_PYTHON names."""
+    python = os.environ.get("MPDP_TORCH_PYTHON")
+    if python is None and importlib.util.find_spec("torch") is None:
+        pytest.skip("this Python has no torch, and MPDP_TORCH_PYTHON names none")
+    path = tmp_path / "result.json"
+    words = ["--torch-python", python] if python else []
+    bench(2, path, "--sizes", "8,1M", "--transports", "mpi,torch", *words).check()
+    result = json.loads(path.read_text())
+    assert result["torch"]
+    assert [row["case"] for row in result["rows"]] == [
+        "mpi",
+        "torch gloo",
+        "mpi",
+        "mpi, reducer",
+        "torch gloo",
+    ]
+    assert all(row["right"] for row in result["rows"])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_on_a_gpu(gpu, job, tmp_path, size):
+    path = tmp_path / "result.json"
+    output = (
+        bench(size, path, "--device", "cuda", "--sizes", "8,1M", "--dtypes", "float32,bfloat16")
+        .check()
+        .output
+    )
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["right"] for row in rows)
+    cases = {(row["dtype"], row["bytes"], row["case"]) for row in rows}
+    for dtype in ("float32", "bfloat16"):
+        for nbytes in (8, 1 << 20):
+            for case in ("cuda_ipc", "cuda_ipc (graph)", "staged"):
+                assert (dtype, nbytes, case) in cases
+    assert ("float32", 1 << 20, "cuda_ipc, reducer") in cases
+    assert ("float32", 8, "mpi4py") in cases and ("bfloat16", 8, "mpi4py") not in cases
+    assert ("float32", 8, "nccl") in cases or output.count("not measured: nccl, ") == 1

@@ -4,11 +4,11 @@ import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize("transport", ["mpi", "shared_memory"])
+@pytest.mark.parametrize("transport", ["mpi", "shared_memory", "two_level"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective(job, size, transport):
-    environ = {"MPDP_TRANSPORT": transport}
-    result = job(PROGRAMS / "collectives.py", n=size, timeout=60, environ=environ).check()
+    environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": "2" if transport == "two_level" else None}
+    result = job(PROGRAMS / "collectives.py", n=size, timeout=120, environ=environ).check()
     assert result.output.count("collectives passed on rank") == size
     assert result.output.count(f", {transport}\n") >= size
 

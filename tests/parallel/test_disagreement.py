@@ -6,9 +6,13 @@ import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (2, "mpi")])
-def test_every_difference_is_named_on_all_ranks(job, size, transport):
-    result = job(PROGRAMS / "disagreement.py", "all", n=size, environ={"MPDP_TRANSPORT": transport}).check()
+@pytest.mark.parametrize(
+    ("size", "transport", "nodes"),
+    [(2, "auto", None), (3, "auto", None), (2, "mpi", None), (3, "two_level", "2")],
+)
+def test_every_difference_is_named_on_all_ranks(job, size, transport, nodes):
+    environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
+    result = job(PROGRAMS / "disagreement.py", "all", n=size, environ=environ).check()
     assert result.output.count("passed ") == 26
 
 

@@ -6,19 +6,24 @@ import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_job_is_described_once(job, tmp_path, size):
+@pytest.mark.parametrize(
+    ("size", "nodes", "why"),
+    [(1, 1, "a world of one"), (3, 1, "all ranks are on one node"), (3, 2, ""), (2, 2, "")],
+)
+def test_the_job_is_described_once(job, tmp_path, size, nodes, why):
     path = tmp_path / "doctor.json"
-    result = job(PROGRAMS / "command.py", "doctor", "--json", path, n=size)
+    environ = {"MPDP_NODES": str(nodes)} if nodes > 1 else {}
+    result = job(PROGRAMS / "command.py", "doctor", "--json", path, n=size, environ=environ)
     report = json.loads(path.read_text())
     assert result.rc == (1 if report["problems"] else 0), f"{result}"
     assert report["job"]["ranks"] == size
-    assert report["job"]["nodes"] == 1
-    assert report["job"]["transport_reason"].startswith(
-        "all ranks are on one node" if size > 1 else "a world of one"
-    )
+    assert report["job"]["nodes"] == nodes
+    assert report["job"]["transport_reason"].startswith(why or f"the ranks are on {nodes} nodes")
+    if size > 1:  # what was foreseen is what was taken
+        kind = "gpu" if report["job"]["by_rank"][0]["device"].startswith("cuda") else "cpu"
+        assert report["auto"][kind]["transport"] == report["job"]["transport"]
     assert report["job"]["thread_level"] == "multiple"
     assert [r["rank"] for r in report["job"]["by_rank"]] == list(range(size))
     assert result.output.count("packages:") == 1
     crowded = [p for p in report["problems"] if "ranks on a node of" in p["what"]]
-    assert bool(crowded) == (size > report["cores"]["machine"])
+    assert bool(crowded) == (-(-size // nodes) > report["cores"]["machine"])

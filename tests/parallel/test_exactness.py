@@ -61,17 +61,27 @@ def test_ranks_over_mpi_equal_a_plain_loop(job, expected, tmp_path, size, dtype,
     check(job, expected, tmp_path, size, dtype, kind, "cpu", "mpi")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "dtype", "kind"), [(2, "float64", "sgd"), (3, "float64", "adamw"), (4, "float32", "sgd")]
+)
+def test_ranks_on_two_nodes_equal_a_plain_loop(job, expected, tmp_path, size, dtype, kind):
+    check(job, expected, tmp_path, size, dtype, kind, "cpu", "two_level", "2")
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [("auto", 1), ("cuda_ipc", 2), ("cuda_ipc", 3), ("cuda_ipc", 4), ("staged", 2), ("staged", 3)],
+)
 @pytest.mark.parametrize(("dtype", "kind"), KINDS)
-def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, size, dtype, kind):
-    """Several ranks share one GPU; gradients travel through host memory."""
-    check(job, expected, tmp_path, size, dtype, kind, "cuda")
+def test_ranks_on_a_gpu_equal_a_plain_loop(gpu, job, expected, tmp_path, transport, size, dtype, kind):
+    """Several ranks may share one GPU; gradients travel through memory that all have mapped, or through the host."""
+    check(job, expected, tmp_path, size, dtype, kind, "cuda", transport)
 
 
-def check(job, expected, tmp_path, size, dtype, kind, device, transport="auto"):
+def check(job, expected, tmp_path, size, dtype, kind, device, transport="auto", nodes=None):
     params, losses, epochs, loss, correct = expected(dtype, kind)
     words = dtype, kind, tmp_path, device
-    environ = {"MPDP_TRANSPORT": transport}
+    environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
     job(PROGRAMS / "exactness.py", *words, n=size, timeout=120, environ=environ).check()
     result = json.loads((tmp_path / f"n{size}.json").read_text())
     arrays = np.load(tmp_path / f"n{size}.npz")

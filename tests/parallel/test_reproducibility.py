@@ -71,6 +71,24 @@ def test_chunks_over_mpi(job, outcome):
     assert_equal_to_rounding(ways["plain"], ways["chunk_bytes"])
 
 
+def test_chunks_between_nodes(job, outcome):
+    ways = outcome(job, 4, MPDP_NODES="2")
+    assert_equal_bits(ways["plain"], ways["chunk_bytes"])
+    assert_equal_bits(ways["plain"], ways["again"])
+
+
+def test_two_launches_on_two_nodes_repeat_each_others_bits(job, outcome):
+    one, other = outcome(job, 4, MPDP_NODES="2"), outcome(job, 4, MPDP_NODES="2", PYTHONHASHSEED="1")
+    for way in one:
+        assert_equal_bits(one[way], other[way])
+
+
+def test_one_node_or_two(job, outcome):
+    one, two = outcome(job, 3), outcome(job, 3, MPDP_NODES="2")
+    for way in one:
+        assert_equal_to_rounding(one[way], two[way])
+
+
 def test_transports(job, outcome):
     """Two numbers have one sum, whoever adds them."""
     one, other = outcome(job, 2), outcome(job, 2, MPDP_TRANSPORT="mpi")

@@ -270,6 +270,15 @@ def test_an_orderly_end_leaves_its_mark(make, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["finished.0", "finished.all", "started.0"]
 
 
+def test_what_is_held_of_other_ranks_is_let_go_when_all_have_left(make):
+    guard, order = make(), []
+    guard.ring.leave = lambda: order.append("all left")
+    guard.at_end(lambda: order.append("first"))
+    guard.at_end(lambda: order.append("second") or 1 / 0)
+    guard._on_exit()
+    assert order == ["all left", "second", "first"] and guard.ring.closed
+
+
 def test_the_end_of_a_rank_that_was_inside_init_is_a_failure(make, capfd, tmp_path):
     guard = make(ring=False)
     guard.met = True

@@ -69,15 +69,18 @@ def _batch_norm(k, x, weight, bias, eps, peers, what, observe):
         observe(count, mean, squares)
     rstd = 1 / xp.sqrt(squares / xp.maximum(count, 1) + eps)
     out, normal = k.normalise_channels(rows, mean, rstd, weight, bias)
-    return out.reshape(shape), (normal, rstd, weight, count, shape)
+    return out.reshape(shape), (normal, rstd, weight, None if bias is None else bias.dtype, count, shape)
 
 
 def _batch_norm_backward(k, saved, g, wants, eps, peers, what, observe):
-    normal, rstd, weight, count, shape = saved
+    normal, rstd, weight, bias_dtype, count, shape = saved
     g = g.reshape(normal.shape)
     sums = k.channel_sums(g, normal)
-    own = sums.astype(g.dtype)  # the parameters' gradients are this part's: they are added up like all others
-    gradients = [None, None if wants[1] is None else own[1], None if wants[2] is None else own[0]]
+    gradients = [None, None, None]
+    if wants[1] is not None:  # the parameters' gradients are this part's: they are added up like all others
+        gradients[1] = sums[1].astype(weight.dtype)
+    if wants[2] is not None:
+        gradients[2] = sums[0].astype(bias_dtype)
     if peers is not None:
         # Also where nobody here wants it: another replica may, and all take part.
         sums = peers.add(sums.reshape(-1), f"{what} backward").reshape(sums.shape)
@@ -89,7 +92,7 @@ def _batch_norm_backward(k, saved, g, wants, eps, peers, what, observe):
     return tuple(gradients)
 
 
-_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward)
+_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2))
 
 
 def batch_norm(

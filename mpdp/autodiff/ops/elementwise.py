@@ -93,7 +93,7 @@ sigmoid = Operation("sigmoid", _sigmoid, _sigmoid_backward)
 relu = Operation("relu", _relu, _relu_backward)
 gelu = Operation("gelu", _gelu, _gelu_backward)
 _drop = Operation("dropout", _dropout, _dropout_backward)
-_cast = Operation("astype", _astype, _astype_backward)
+_cast = Operation("astype", _astype, _astype_backward, wide=(0,))
 
 
 def dropout(x: Any, mask: Any, p: float) -> Tensor:
@@ -112,5 +112,9 @@ def dropout(x: Any, mask: Any, p: float) -> Tensor:
 
 
 def astype(x: Any, dtype: Any) -> Tensor:
-    """Return the elements of x as ``dtype``; a gradient is cast back. **Local.**"""
+    """Return the elements of x as ``dtype``; a gradient is cast back. **Local.**
+
+    Of a parameter it casts the float32 master, under every precision: ``p.astype("float32")`` is the way to use one
+    that must not be rounded to 16 bits.
+    """
     return _cast(x, dtype=dtype)

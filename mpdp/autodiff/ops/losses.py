@@ -24,14 +24,16 @@ def _cross_entropy_backward(k, saved, g, wants, ignore_index, count):
 
 
 def _squared_error(k, output, target):
-    return k.squared_error(output, target)
+    total, saved = k.squared_error(output, target)
+    return total, (saved, output.dtype, target.dtype)
 
 
 def _squared_error_backward(k, saved, g, wants):
+    saved, first, second = saved
     grad = k.squared_error_backward(g, saved)
     return (
-        None if wants[0] is None else grad,
-        None if wants[1] is None else k.xp.negative(grad),
+        None if wants[0] is None else grad.astype(first, copy=False),
+        None if wants[1] is None else k.xp.negative(grad).astype(second, copy=False),
     )
 
 
@@ -46,7 +48,7 @@ def _scaled_backward(k, scale, g, wants, count):
 
 
 _apply_cross_entropy = Operation("cross_entropy", _cross_entropy, _cross_entropy_backward)
-_apply_squared_error = Operation("squared_error", _squared_error, _squared_error_backward)
+_apply_squared_error = Operation("squared_error", _squared_error, _squared_error_backward, wide=(1,))
 _apply_scaled = Operation("mean_of_sum", _scaled, _scaled_backward)
 
 
@@ -65,7 +67,10 @@ def cross_entropy(logits: Any, target: Any, ignore_index: int = -100, count: Any
 
 
 def squared_error(output: Any, target: Any) -> Tensor:
-    """Return the sum of (output - target)^2 over all elements, for arrays of one shape. **Local.**"""
+    """Return the sum of (output - target)^2 over all elements, for arrays of one shape. **Local.**
+
+    The sum is float32 for a 16-bit output; the target may then be float32.
+    """
     return _apply_squared_error(output, target)
 
 

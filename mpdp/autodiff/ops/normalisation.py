@@ -7,7 +7,7 @@ from typing import Any
 
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
-from ..wants import deliver
+from ..wants import WANTED, deliver
 
 
 def _softmax(k, x, axis):
@@ -33,21 +33,18 @@ def _layer_norm(k, x, weight, bias, shape, eps):
     rows = x.reshape(math.prod(x.shape[: x.ndim - len(shape)]), width)
     scale, shift = (None if p is None else p.reshape(width) for p in (weight, bias))
     out, saved = k.layer_norm(rows, scale, shift, eps)
-    return out.reshape(x.shape), (saved, scale)
+    return out.reshape(x.shape), (saved, scale, None if bias is None else bias.dtype)
 
 
 def _layer_norm_backward(k, saved, g, wants, shape, eps):
-    saved, scale = saved
-    rows = g.reshape(math.prod(g.shape[: g.ndim - len(shape)]), math.prod(shape))
-    x = weight = bias = None
-    if len(shape) == 1:  # the parameters' gradients are rows already and go straight into their memory
-        weight = deliver(wants[1], k.layer_norm_weight_gradient, rows, saved)
-        bias = deliver(wants[2], k.sum_to, rows, shape)
-    else:
-        if wants[1] is not None:
-            weight = k.layer_norm_weight_gradient(rows, saved).reshape(shape)
-        if wants[2] is not None:
-            bias = k.sum_to(g, shape)
+    saved, scale, shift_dtype = saved
+    width = math.prod(shape)
+    rows = g.reshape(math.prod(g.shape[: g.ndim - len(shape)]), width)
+    weight = bias = x = None
+    if wants[1] is not None:
+        weight = _parameter(k, wants[1], shape, scale.dtype, k.layer_norm_weight_gradient, rows, saved)
+    if wants[2] is not None:
+        bias = _parameter(k, wants[2], shape, shift_dtype, k.sum_to, rows, (width,))
     if wants[0] is not None:
         x = k.layer_norm_backward(rows, saved, scale).reshape(g.shape)
     return x, weight, bias
@@ -62,15 +59,25 @@ def _rms_norm(k, x, weight, eps):
 def _rms_norm_backward(k, saved, g, wants, eps):
     saved, weight = saved
     rows = g.reshape(math.prod(g.shape[:-1]), g.shape[-1])
-    gradient = deliver(wants[1], k.rms_norm_weight_gradient, rows, saved)
+    gradient = None
+    if wants[1] is not None:
+        kernel = k.rms_norm_weight_gradient
+        gradient = _parameter(k, wants[1], weight.shape, weight.dtype, kernel, rows, saved)
     x = None if wants[0] is None else k.rms_norm_backward(rows, saved, weight).reshape(g.shape)
     return x, gradient
 
 
+def _parameter(k, want, shape, dtype, kernel, *arrays):
+    """Return a gradient in its parameter's own dtype, which may be wider than that of the rows."""
+    if want is not WANTED and len(shape) == 1:  # it is a row already and goes straight into its memory
+        return deliver(want, kernel, *arrays)
+    return kernel(*arrays, k.xp.empty(math.prod(shape), dtype), 0.0).reshape(shape)
+
+
 _apply_softmax = Operation("softmax", _softmax, _softmax_backward)
 _apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward)
-_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward)
-_apply_rms_norm = Operation("rms_norm", _rms_norm, _rms_norm_backward)
+_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward, wide=(1, 2))
+_apply_rms_norm = Operation("rms_norm", _rms_norm, _rms_norm_backward, wide=(1,))
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:

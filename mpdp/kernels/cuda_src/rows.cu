@@ -1,4 +1,5 @@
-// Work on rows of a matrix (rows, width). T: stored type; W: type of sums; LANES: threads a row, 32 or 256.
+// Work on rows of a matrix (rows, width). T: stored type; P: of a layer norm's weight and bias; W: type of sums;
+// LANES: threads a row, 32 or 256.
 // With 32, a block of 256 threads holds eight rows and needs no barrier.
 
 __device__ __forceinline__ i64 my_row() {
@@ -21,12 +22,12 @@ __device__ __forceinline__ W row_sum(W value) { return LANES == 32 ? warp_sum(va
     else body<1>(__VA_ARGS__);
 #define AT(p) (p + row * width)
 
-template <int N> struct Some {
+template <int N, class A = T> struct Some {
     W v[N];
     __device__ __forceinline__ Some() {}
-    __device__ __forceinline__ Some(const T* from, i64 i) {
+    __device__ __forceinline__ Some(const A* from, i64 i) {
         if (N == 4) {
-            Four<T> four = *(const Four<T>*)(from + i);
+            Four<A> four = *(const Four<A>*)(from + i);
             #pragma unroll
             for (int k = 0; k < N; k++) v[k] = wide(four.v[k]);
         } else {
@@ -162,7 +163,7 @@ extern "C" __global__ void log_softmax_backward(const T* g, const T* y, T* out, 
 
 // -- layer norm ---------------------------------------------------------------------------------------------
 
-BODY layer_norm_row(W eps, const T* x, const T* weight, const T* bias, T* out, W* mean, W* rstd, i64 width) {
+BODY layer_norm_row(W eps, const T* x, const P* weight, const P* bias, T* out, W* mean, W* rstd, i64 width) {
     W sum = 0, squares = 0;
     ALONG {
         Some<N> a(x, i);
@@ -179,29 +180,29 @@ BODY layer_norm_row(W eps, const T* x, const T* weight, const T* bias, T* out, W
         Some<N> a(x, i);
         EACH a.v[k] = (a.v[k] - center) * scale;
         if (weight) {
-            Some<N> w(weight, i);
+            Some<N, P> w(weight, i);
             EACH a.v[k] *= w.v[k];
         }
         if (bias) {
-            Some<N> b(bias, i);
+            Some<N, P> b(bias, i);
             EACH a.v[k] += b.v[k];
         }
         a.write(out, i);
     }
 }
 
-extern "C" __global__ void layer_norm(double eps, const T* x, const T* weight, const T* bias, T* out, W* mean,
+extern "C" __global__ void layer_norm(double eps, const T* x, const P* weight, const P* bias, T* out, W* mean,
                                       W* rstd, i64 rows, i64 width) {
     RUN(layer_norm_row, packed(x) && packed(weight) && packed(bias) && packed(out), (W)eps, AT(x), weight, bias,
         AT(out), mean + row, rstd + row, width)
 }
 
-BODY layer_norm_backward_row(const T* g, const T* x, const T* weight, W center, W scale, T* out, i64 width) {
+BODY layer_norm_backward_row(const T* g, const T* x, const P* weight, W center, W scale, T* out, i64 width) {
     W plain = 0, beside = 0;
     ALONG {
         Some<N> h(g, i), a(x, i);
         if (weight) {
-            Some<N> w(weight, i);
+            Some<N, P> w(weight, i);
             EACH h.v[k] *= w.v[k];
         }
         EACH {
@@ -214,7 +215,7 @@ BODY layer_norm_backward_row(const T* g, const T* x, const T* weight, W center, 
     ALONG {
         Some<N> h(g, i), a(x, i);
         if (weight) {
-            Some<N> w(weight, i);
+            Some<N, P> w(weight, i);
             EACH h.v[k] *= w.v[k];
         }
         EACH h.v[k] = (h.v[k] - plain - (a.v[k] - center) * scale * beside) * scale;
@@ -222,7 +223,7 @@ BODY layer_norm_backward_row(const T* g, const T* x, const T* weight, W center, 
     }
 }
 
-extern "C" __global__ void layer_norm_backward(const T* g, const T* x, const T* weight, const W* mean,
+extern "C" __global__ void layer_norm_backward(const T* g, const T* x, const P* weight, const W* mean,
                                                const W* rstd, T* out, i64 rows, i64 width) {
     RUN(layer_norm_backward_row, packed(g) && packed(x) && packed(weight) && packed(out), AT(g), AT(x), weight,
         mean[row], rstd[row], AT(out), width)

@@ -1,6 +1,7 @@
-// The optimizers' rules over flat ranges. P: type of the weights; G: of the gradient; S: of the state and of the
-// arithmetic. Built without fused multiply-add, and in NumPy's order: the results have NumPy's bits (but for
-// numbers below 1e-38, which CuPy's compiler options flush to zero).
+// The optimizers' rules over flat ranges. P: type of the weights; C: of their working copy, which is written where
+// `copy` is not null; G: of the gradient; S: of the state and of the arithmetic. Built without fused multiply-add,
+// and in NumPy's order: the results have NumPy's bits (but for numbers below 1e-38, which CuPy's compiler options
+// flush to zero).
 
 #define BLOCK 256  // elements that share one value of a column
 
@@ -33,9 +34,9 @@ template <class A> __device__ __forceinline__ void write(A* to, i64 i, int count
     }
 }
 
-extern "C" __global__ void sgd(P* weights, const G* gradient, S* velocity, i64 n, NUMBER(scale), NUMBER(lr),
-                               NUMBER(momentum), NUMBER(decay), i64 decays, i64 nesterov) {
-    bool together = packed(weights) && packed(gradient) && (!velocity || packed(velocity));
+extern "C" __global__ void sgd(P* weights, C* copy, const G* gradient, S* velocity, i64 n, NUMBER(scale),
+                               NUMBER(lr), NUMBER(momentum), NUMBER(decay), i64 decays, i64 nesterov) {
+    bool together = packed(weights) && packed(copy) && packed(gradient) && packed(velocity);
     fours(together, n, [=](i64 i, int count, bool whole) {
         i64 block = i / BLOCK;
         double scale_here = VALUE(scale, block), lr_here = VALUE(lr, block);
@@ -56,14 +57,15 @@ extern "C" __global__ void sgd(P* weights, const G* gradient, S* velocity, i64 n
             p[k] = p[k] - d[k] * rate;
         }
         write(weights, i, count, whole, p);
+        if (copy) write(copy, i, count, whole, p);
         if (velocity) write(velocity, i, count, whole, v);
     });
 }
 
-extern "C" __global__ void adam(P* weights, const G* gradient, S* mean, S* variance, i64 n, NUMBER(scale),
+extern "C" __global__ void adam(P* weights, C* copy, const G* gradient, S* mean, S* variance, i64 n, NUMBER(scale),
                                 NUMBER(step), NUMBER(eps), double beta1, double beta2, NUMBER(decay), i64 decays,
                                 NUMBER(shrink), i64 shrinks) {
-    bool together = packed(weights) && packed(gradient) && packed(mean) && packed(variance);
+    bool together = packed(weights) && packed(copy) && packed(gradient) && packed(mean) && packed(variance);
     S keep1 = (S)beta1, keep2 = (S)beta2, rest1 = (S)(1 - beta1), rest2 = (S)(1 - beta2);
     fours(together, n, [=](i64 i, int count, bool whole) {
         i64 block = i / BLOCK;
@@ -84,6 +86,7 @@ extern "C" __global__ void adam(P* weights, const G* gradient, S* mean, S* varia
             p[k] = p[k] - m[k] / (sqrt(v[k]) + floor) * rate;
         }
         write(weights, i, count, whole, p);
+        if (copy) write(copy, i, count, whole, p);
         write(mean, i, count, whole, m);
         write(variance, i, count, whole, v);
     });

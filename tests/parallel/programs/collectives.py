@@ -9,15 +9,15 @@ import numpy as np
 import mpdp
 from mpdp.comm.mpi import MpiCommunicator
 from mpdp.comm.shared_memory import SharedMemoryCommunicator
+from mpdp.comm.two_level import TwoLevelCommunicator
 from mpdp.errors import CommunicationError
 
 world = mpdp.init(timeout=20)
 rank, size = world.rank, world.size
-shared = world.transport == "shared_memory"
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.uint8, np.int32, np.int64, np.uint64]
 
 
-def check(comm, in_place=False):
+def check(comm, in_place=False, dtypes=DTYPES):
     buffer = comm.allocate(16 << 10)
 
     def put(values):
@@ -28,7 +28,7 @@ def check(comm, in_place=False):
         return array
 
     for lane in ("bulk", "urgent"):
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for length in (0, 1, 3, 127, 129, 1000):
                 base = np.arange(length) % 5
                 mine = put((base + rank).astype(dtype))
@@ -51,17 +51,24 @@ def check(comm, in_place=False):
                     comm.reduce(mine, root=root, lane=lane)
                     if rank == root:
                         assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype))
-                bounds = [length * r // size for r in range(size + 1)]
-                mine = put((base + rank).astype(dtype))
-                comm.reduce_scatter(mine, bounds, lane=lane)
-                own = slice(bounds[rank], bounds[rank + 1])
-                assert np.array_equal(mine[own], (base * size + size * (size - 1) // 2).astype(dtype)[own])
-                mine = put(np.full(length, rank).astype(dtype))
-                comm.all_gather(mine, bounds, lane=lane)
-                for r in range(size):
-                    assert np.all(mine[bounds[r] : bounds[r + 1]] == np.array(r, dtype=dtype))
+                even = [length * r // size for r in range(size + 1)]
+                uneven = [0, *sorted(length * (r * 7 % 5) // 5 for r in range(size - 1)), length]
+                for bounds in (even, uneven):
+                    mine = put((base + rank).astype(dtype))
+                    comm.reduce_scatter(mine, bounds, lane=lane)
+                    own = slice(bounds[rank], bounds[rank + 1])
+                    total = (base * size + size * (size - 1) // 2).astype(dtype)
+                    assert np.array_equal(mine[own], total[own])
+                    mine = put(np.full(length, rank).astype(dtype))
+                    comm.all_gather(mine, bounds, lane=lane)
+                    for r in range(size):
+                        assert np.all(mine[bounds[r] : bounds[r + 1]] == np.array(r, dtype=dtype))
     assert comm.exclusive_sum(rank + 1) == rank * (rank + 1) // 2
     comm.barrier()
+    for floats in (0, 1, 3000):  # none, few, and more than fit one message
+        most, total = comm.reduce_numbers([rank, -rank], [rank + 0.5] * floats)
+        assert most == [size - 1, 0]
+        assert total == [size * (size - 1) / 2 + size / 2] * floats
     assert comm.all_gather_bytes(bytes([rank]) * rank) == [bytes([r]) * r for r in range(size)]
     assert comm.broadcast_bytes(b"text" if rank == size - 1 else None, root=size - 1) == b"text"
 
@@ -162,11 +169,57 @@ def check_shared_memory():
         own.close()
 
 
+def check_two_level():
+    """Nodes of equal and unequal size, of one rank, one node, and nodes whose ranks lie between one another."""
+    from mpi4py import MPI
+
+    few = {"small_bytes": 64, "piece_bytes": 1024, "staging_bytes": 1024}
+    contiguous = [r * world.num_nodes // size for r in range(size)]
+    assert world.node == contiguous[rank]
+    for nodes, cuts, in_place in (
+        (contiguous, {}, False),
+        (contiguous, few, True),
+        ([r % 2 for r in range(size)], few, True),
+        ([0] * size, few, False),
+        ([min(r, 1) for r in range(size)], few, True),
+    ):
+        mpi = MpiCommunicator(MPI.COMM_WORLD, world.activity)
+        own = TwoLevelCommunicator(mpi, nodes[rank], **cuts)
+        other = own.duplicate()
+        declared = nodes is contiguous
+        check(other if cuts and declared else own, in_place, DTYPES if declared else DTYPES[::3])
+        check_float_maxima(own)
+        check_half_sums(own)
+        check_ring(own)
+        check_order(own, nodes)
+        check_owner(other)
+        other.close()
+        own.close()
+
+
+def check_order(comm, nodes):
+    """Sums are in the order of local ranks, then of nodes, in every bit, at any length and on every rank."""
+    for length in (1, 100, 5000, 70_001):
+        for dtype in (np.float32, np.float16):
+            parts = [np.random.default_rng(r).standard_normal(length).astype(dtype) for r in range(size)]
+            of_node = {}
+            for part, where in zip(parts, nodes):
+                wide = part.astype(np.float32)
+                of_node[where] = of_node[where] + wide if where in of_node else wide
+            first, *rest = [of_node[where] for where in sorted(of_node)]
+            for sums in rest:
+                first = first + sums
+            expected = first.astype(dtype)
+            for private in (True, False):
+                mine = parts[rank].copy()
+                if not private:
+                    mine = comm.allocate(mine.nbytes).array(dtype, length)
+                    mine[...] = parts[rank]
+                comm.all_reduce(mine)
+                assert mine.tobytes() == expected.tobytes(), (length, dtype)
+
+
 comm = world.comm
-if size == 1:
-    check(comm)
-elif shared:
-    check_shared_memory()
-else:
-    check_mpi()
+checks = {"mpi": check_mpi, "shared_memory": check_shared_memory, "two_level": check_two_level}
+checks.get(world.transport, lambda: check(comm))()
 sys.stdout.write(f"collectives passed on rank {rank} of {size}, {world.transport}\n")

@@ -12,7 +12,7 @@ import threading
 import time
 
 import numpy as np
-from launching import record
+from launching import fault, record
 
 import mpdp
 from mpdp import world as joining
@@ -103,6 +103,8 @@ FAULTS = {
 
 def misbehave(when):
     if when == WHEN and IS_BAD:
+        if FAULT != "nothing":
+            fault()
         FAULTS[FAULT]()
 
 
@@ -123,6 +125,7 @@ def main():
         world.activity.step = step
         if step == 3:
             if FAULT == "return" and IS_BAD:
+                fault()
                 return
             misbehave("middle")
         gradient = np.full(1000, world.rank + 1.0)

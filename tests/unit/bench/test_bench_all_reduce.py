@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpdp import bench
-from mpdp.bench import _sizes, all_reduce
+from mpdp.bench import _sizes, all_reduce, reductions
 from mpdp.bench.plot import plot_all_reduce
 from mpdp.errors import MissingDependencyError
 
@@ -32,6 +32,16 @@ def test_a_world_of_one_measures_its_own_transport(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"]
 
 
+def test_a_wrong_sum_is_shown_and_makes_the_status_1(monkeypatch, capsys):
+    class Wrong(reductions.Here):
+        def is_right(self):
+            return False
+
+    monkeypatch.setattr(reductions, "Here", Wrong)
+    assert bench.main(["all-reduce", "--quick", "--sizes", "8"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("WRONG")
+
+
 def test_sizes_are_bytes_with_units():
     assert _sizes("8,64K,1m,2MiB,1GB") == (8, 65536, 1 << 20, 2 << 20, 1 << 30)
     assert max(all_reduce.SIZES) == 256 << 20
@@ -40,7 +50,16 @@ def test_sizes_are_bytes_with_units():
 
 @pytest.mark.parametrize(
     "words",
-    [["--sizes", "0"], ["--sizes", "8,"], ["--sizes", "x"], ["--dtypes", "int3"], ["--transports", "pigeon"]],
+    [
+        ["--sizes", "0"],
+        ["--sizes", "8,"],
+        ["--sizes", "x"],
+        ["--dtypes", "int3"],
+        ["--transports", "pigeon"],
+        ["--transports", "nccl"],
+        ["--transports", "mpi,shared_memory", "--device", "cuda"],
+        ["--device", "tpu"],
+    ],
 )
 def test_usage_errors_exit_with_2(words, capsys):
     with pytest.raises(SystemExit) as caught:

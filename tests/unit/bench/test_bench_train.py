@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import traces
 
 from mpdp import bench
 from mpdp.bench.workloads import build
@@ -47,7 +48,10 @@ def test_the_chargpt_is_the_one_of_the_comparisons():
 
 def test_one_json_object(tmp_path, capsys):
     path = tmp_path / "result.json"
-    assert bench.main(["train", "mlp", "--quick", "--batch", "4", "--json", str(path)]) == 0
+    trace = tmp_path / "trace.json"
+    words = ["train", "mlp", "--quick", "--batch", "4", "--json", str(path), "--trace", str(trace)]
+    assert bench.main(words) == 0
+    traces.load(trace, 1)
     result = json.loads(path.read_text())
     assert result.keys() >= {
         "workload",
@@ -57,6 +61,8 @@ def test_one_json_object(tmp_path, capsys):
         "items_per_second",
         "unit",
         "blas_threads",
+        "communication_us",
+        "exposed_communication_us",
     }
     assert result["ranks"] == 1
     assert result["batch_per_rank"] == 4
@@ -83,7 +89,8 @@ def test_usage_errors_exit_with_2(arguments, capsys):
     assert caught.value.code == 2
 
 
-def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--json", "--trace"])
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path, monkeypatch, flag):
     monkeypatch.setattr("mpdp.bench.train.measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(OSError, match="nowhere"):
-        bench.main(["train", "mlp", "--json", str(tmp_path / "nowhere" / "x.json")])
+        bench.main(["train", "mlp", flag, str(tmp_path / "nowhere" / "x.json")])

@@ -222,3 +222,52 @@ def test_the_launchers_end_is_reported(build):
     ranks[0].ring._launcher = Gone()
     until(lambda: ranks[0].aborted)
     assert reports(ranks) == [(0, "the launcher (mpirun, process 7) is gone")]
+
+
+class Gpu:
+    """A device that waits since ``since``, or has found an error."""
+
+    def __init__(self, since=None, found=None):
+        self.since, self.found, self.aborted = since, found, False
+
+    def waiting(self):
+        return None if self.since is None else ("a collective on the GPU", self.since)
+
+    def error(self):
+        return self.found
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_device_that_waits_too_long_is_a_stall(build):
+    ranks = build(2, timeout=0.4)
+    ranks[0].activity.watched.append(Gpu(since=time.monotonic()))
+    until(lambda: all(rank.reports for rank in ranks))
+    assert dict(reports(ranks))[0].startswith("stalled: rank 0, step 3, a collective on the GPU, since 0.")
+    assert ranks[0].activity.watched[0].aborted
+
+
+def test_a_rank_that_left_is_reported_by_one_whose_device_waits_for_it(build):
+    ranks = build(2)
+    threading.Thread(target=ranks[1].ring.leave, daemon=True).start()
+    ranks[0].activity.count = 1
+    ranks[0].activity.watched.append(Gpu(since=time.monotonic()))
+    until(lambda: reports(ranks))
+    assert reports(ranks) == [(0, "rank 1 left while rank 0 is in step 3 (a collective on the GPU)")]
+
+
+def test_a_death_ends_what_waits_on_the_devices_of_all_others(build):
+    ranks = build(3)
+    for rank in ranks:
+        rank.activity.watched.append(Gpu())
+    ranks[1].die()
+    until(lambda: all(rank.activity.watched[0].aborted for rank in (ranks[0], ranks[2])))
+
+
+def test_what_a_device_has_found_is_reported(build, monkeypatch):
+    monkeypatch.setattr(liveness, "BEAT", 0.1)
+    ranks = build(2)
+    ranks[1].activity.watched.append(Gpu(found="NCCL failed on lane bulk of rank 1: a cable"))
+    until(lambda: ranks[1].aborted == [1] and ranks[0].ring.failure)
+    assert reports(ranks) == [(1, "NCCL failed on lane bulk of rank 1: a cable")]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpdp.comm.solo import SoloCommunicator
+from mpdp.comm.spans import Spans
 from mpdp.comm.staged import StagedCommunicator
 from mpdp.device import Device
 
@@ -193,3 +194,18 @@ def test_an_error_of_the_transport_reaches_the_caller():
 def test_a_piece_holds_an_element():
     with pytest.raises(ValueError, match=r"piece_bytes: expected 8 or more, got 4"):
         StagedCommunicator(SoloCommunicator(), Device("cuda", 0), piece_bytes=4, copies=FakeCopies())
+
+
+def test_what_another_thread_carries_is_a_row_of_its_own_and_not_waited_for():
+    _, comm = staged()
+    spans = Spans(1)
+    spans.begin_step()
+    comm.note(spans)
+    array = FakeArray(np.ones(100, np.float32))
+    spans.labels = {id(array): "chunk 0"}
+    comm.start_all_reduce(array).wait()
+    comm.all_reduce(FakeArray(np.ones(4, np.float32)), lane="urgent")
+    comm.close()
+    first, second = spans.finished()[0]
+    assert (first.row, first.name, first.waited) == ("bulk, mpdp staging rank 0", "chunk 0", False)
+    assert (second.row, second.waited) == ("urgent", True)

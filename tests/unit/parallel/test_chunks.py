@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpdp.parallel.chunks import CHUNK_BYTES, chunk_table
+from mpdp.comm.base import Communicator
+from mpdp.parallel.chunks import chunk_table
 from mpdp.parallel.layout import SPAN
 
 
-@given(st.integers(0, 3000), st.sampled_from([2, 4, 8]), st.integers(1, 64 << 20))
-def test_chunks_cover_every_span_once_in_order(spans, itemsize, chunk_bytes):
-    table = chunk_table(spans * SPAN, itemsize, chunk_bytes)
+@given(st.integers(0, 3000), st.sampled_from([2, 4, 8]), st.integers(1, 64 << 20), st.integers(1, 16))
+def test_chunks_cover_every_span_once_in_order(spans, itemsize, chunk_bytes, edge):
+    table = chunk_table(spans * SPAN, itemsize, chunk_bytes, edge)
     position = 0
     for start, stop in table:
         assert start == position
@@ -21,17 +22,18 @@ def test_chunks_cover_every_span_once_in_order(spans, itemsize, chunk_bytes):
     assert position == spans * SPAN
 
 
-def test_the_first_and_the_last_chunk_are_small():
-    table = chunk_table(4096 * SPAN, 4)
+@pytest.mark.parametrize("edge", [1, 4, 8])
+def test_the_first_and_the_last_chunk_are_small(edge):
+    table = chunk_table(4096 * SPAN, 4, 4 << 20, edge)
     sizes = [(stop - start) * 4 for start, stop in table]
-    assert sizes[0] == sizes[-1] == CHUNK_BYTES // 4
-    assert max(sizes) == CHUNK_BYTES
+    assert sizes[0] == sizes[-1] == (4 << 20) // edge
+    assert max(sizes) == 4 << 20
     assert len(table) > 4
 
 
 def test_a_small_model_is_one_chunk():
-    assert chunk_table(10 * SPAN, 4) == ((0, 10 * SPAN),)
-    assert chunk_table(0, 4) == ()
+    assert chunk_table(10 * SPAN, 4, Communicator.chunk_bytes) == ((0, 10 * SPAN),)
+    assert chunk_table(0, 4, Communicator.chunk_bytes) == ()
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "x"])

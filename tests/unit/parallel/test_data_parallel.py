@@ -7,6 +7,7 @@ import pytest
 
 import mpdp
 from mpdp import autodiff, nn, optim
+from mpdp.autodiff import Tape
 from mpdp.parallel.forms import leading_length, split_loss
 
 X = np.random.default_rng(0).standard_normal((6, 4)).astype("float32")
@@ -48,6 +49,34 @@ def test_micro_batches_add_up_to_the_whole():
     assert parts.step(b) == pytest.approx(loss, rel=1e-6)
     for p, q in zip(whole.parameters.values(), parts.parameters.values()):
         np.testing.assert_allclose(p.data, q.data, rtol=1e-6, atol=1e-7)
+
+
+def test_a_chunk_starts_right_after_the_operation_that_finishes_it(monkeypatch):
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(90, 90), nn.Tanh())])
+    parallel = mpdp.DataParallel(model, chunk_bytes=1)
+    reducer, done, started = parallel.reducer, [], []
+    run, start = Tape._run, parallel.comm.start_all_reduce
+
+    def running(tape, i, *arguments):
+        run(tape, i, *arguments)
+        done.append(i)
+
+    def starting(array, **options):
+        started.append(done[-1])
+        return start(array, **options)
+
+    x = np.ones((3, 90), "float32")
+    tape = Tape(parallel(x).sum())
+    position = {leaf.name: at for leaf, at in tape.last_write.items()}
+    monkeypatch.setattr(Tape, "_run", running)
+    monkeypatch.setattr(parallel.comm, "start_all_reduce", starting, raising=False)
+    parallel.backward(parallel(x).sum(), count=3)
+    expected = [
+        max(position[e.name] for e in parallel.layout.trainable if e.start < stop)
+        for _, stop in reducer.chunks
+    ]
+    assert started == expected
+    assert len(set(expected)) == 6 and expected[0] < len(done) // 3  # long before the end
 
 
 def test_the_power_of_two_changes_no_bits():

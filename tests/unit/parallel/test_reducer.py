@@ -36,6 +36,17 @@ def make(chunk_bytes=CHUNK_BYTES):
     return comm, arena, Reducer(arena, chunk_bytes=chunk_bytes)
 
 
+def test_chunks_are_as_large_as_the_transport_says_unless_the_caller_does():
+    class Small(SoloCommunicator):
+        chunk_bytes = 4 * SPAN * 4
+        chunk_edge = 2
+
+    arena = GradientArena(SHAPES, "float32", comm=Small())
+    spans = [(stop - start) // SPAN for start, stop in Reducer(arena).chunks]
+    assert spans[0] == spans[-1] == 2 and max(spans) == 4
+    assert max(stop - start for start, stop in Reducer(arena, chunk_bytes=1).chunks) == SPAN
+
+
 @given(st.permutations(list(SHAPES)), st.integers(0, len(SHAPES)))
 def test_chunks_start_in_index_order_whatever_the_order_of_announcements(names, announced):
     comm, _arena, reducer = make()

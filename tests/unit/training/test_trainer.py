@@ -38,7 +38,11 @@ def kind(output, target):
         ({"loss": 3}, TypeError, r"loss: expected a function loss\(output, target\), got int"),
         ({"optimizer": "sgd"}, TypeError, r"optimizer: expected one of mpdp.optim, got str"),
         ({"schedule": 0.1}, TypeError, r"schedule: expected a function of the update's index, got float"),
-        ({"precision": "int8"}, ValueError, r"precision: expected one of float32, float64, got 'int8'"),
+        (
+            {"precision": "int8"},
+            ValueError,
+            r"precision: expected one of float32, float64, tf32, bfloat16, float16, got 'int8'",
+        ),
         ({"placement": "x"}, ValueError, r"placement: expected \"replicated\", got 'x'"),
         ({"accumulate": 0}, ValueError, r"accumulate: expected an integer of 1 or more, got 0"),
         ({"accumulate": 1.5}, ValueError, r"accumulate: expected an integer of 1 or more, got 1.5"),
@@ -67,13 +71,13 @@ def kind(output, target):
         (
             {"reduce_dtype": "foo"},
             ValueError,
-            r"reduce_dtype: expected float16, float32 or float64, got 'foo'",
+            r"reduce_dtype: expected float16, bfloat16, float32 or float64, got 'foo'",
         ),
         ({"chunk_bytes": 0}, ValueError, r"chunk_bytes: expected a positive number of bytes, got 0"),
         (
             {"reduce_dtype": "int32"},
             ValueError,
-            r"reduce_dtype: expected float16, float32 or float64, got 'int32'",
+            r"reduce_dtype: expected float16, bfloat16, float32 or float64, got 'int32'",
         ),
         (
             {"dtype": "float64"},
@@ -187,7 +191,7 @@ def test_a_used_folder_is_refused_by_fit_and_step_but_not_by_the_constructor(tmp
     assert t.resume() is False  # a log, but no checkpoint
     t.fit(dataset(), epochs=1, global_batch_size=5)
     rows = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert len(rows) == 4
+    assert [json.loads(row)["kind"] for row in rows] == ["step"] * 3 + ["epoch", "memory"]
 
 
 def test_save_needs_a_folder():
@@ -549,7 +553,7 @@ def test_a_layer_replaced_after_wrapping_is_an_error():
     t = trainer(model=model)
     batch = (np.ones((2, 4), "float32"), np.zeros(2, int))
     t.step(batch)
-    setattr(model, "1", nn.Linear(4, 3))
+    setattr(model, "1", nn.Linear(4, 3).to(t.world.device))
     with pytest.raises(
         mpdp.errors.DisagreementError, match=r"model: expected the parameters it had when it was wrapped"
     ):

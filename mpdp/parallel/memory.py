@@ -1,0 +1,66 @@
+"""How much memory a replica takes, by what it is for.
+
+Arenas and optimizer state are known to the byte. Activations are measured on the tape when backward starts, for a
+graph or a share that is larger than any before. What a call of an operation takes and gives back within itself is seen
+on a GPU alone, in what CuPy's pool holds.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+from ..autodiff import Tape
+from ..device import Device
+from .replica import Replica
+
+_MOST_GRAPHS = 256
+
+
+class MemoryUse:
+    """Note the largest activations seen, and report. **Local.**"""
+
+    def __init__(self) -> None:
+        self.activations = 0
+        self._seen: dict[int, int] = {}
+
+    def look(self, tape: Tape, signature: int, samples: int | None) -> None:
+        """Measure what a tape holds, unless the same graph was measured with as many samples or more."""
+        if self._seen.get(signature, -1) < (samples or 0):
+            if len(self._seen) >= _MOST_GRAPHS:
+                self._seen.clear()
+            self._seen[signature] = samples or 0
+            self.activations = max(self.activations, tape.held_bytes())
+
+    def report(self, replica: Replica) -> dict[str, int]:
+        """Return bytes by purpose; see ``DataParallel.memory``."""
+        copies, optimizer = replica.copies, replica.optimizer
+        parts = {
+            "parameters": replica.weights.nbytes
+            + (0 if copies is None else copies.nbytes)
+            + sum(buffer.data.nbytes for buffer in replica.buffers.values()),
+            "gradients": replica.arena.array.nbytes,
+            "optimizer": 0 if optimizer is None else sum(flat.nbytes for flat in optimizer.state.values()),
+            "activations": self.activations,
+        }
+        if replica.device.kind == "cuda":
+            peak = _pool_bytes(replica.device)
+            return parts | {"workspace": max(0, peak - sum(parts.values())), "peak": peak}
+        return parts | {
+            "workspace": 0 if optimizer is None else optimizer.scratch_bytes,
+            "peak": _resident_bytes(),
+        }
+
+
+def _pool_bytes(device: Device) -> int:
+    """Return what CuPy's pool has taken of the GPU: it gives nothing back, so this is the most that was needed."""
+    xp: Any = device.xp
+    with xp.cuda.Device(device.ordinal):
+        return int(xp.get_default_memory_pool().total_bytes())
+
+
+def _resident_bytes() -> int:
+    """Return the most memory that this process has had, with Python, libraries and data."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
