@@ -1,7 +1,7 @@
-"""Train an MLP on Fashion-MNIST (70,000 images of 28 x 28 pixels, 10 kinds of clothing).
+"""Train a small network on Fashion-MNIST (70,000 images of 28 x 28 pixels, 10 kinds of clothing).
 
     mpdp run -n 2 scripts/train_images.py
-    mpdp run -n 2 scripts/train_images.py --data-dir DIR
+    mpdp run -n 2 scripts/train_images.py --model convnet --data-dir DIR
 
 The images come from Debian's package ``dataset-fashion-mnist``: its four ``.gz`` files, in ``--data-dir`` or where the
 package puts them. The last two lines of the output are the test accuracy, as a fraction, and the run directory.
@@ -53,6 +53,21 @@ def find(data_dir):
     return folder if all((folder / name).is_file() for pair in FILES.values() for name in pair) else None
 
 
+def build(name):
+    """Return the model of a name, for samples of 784 pixels."""
+    if name == "mlp":
+        return nn.Sequential(
+            nn.Linear(784, 512),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            nn.Linear(512, 10),
+        )
+    network = nn.models.convnet() if name == "convnet" else nn.models.resnet18(10, channels=1)
+    return nn.Sequential(lambda x: x.reshape(len(x), 1, 28, 28), network)
+
+
 def load(folder, part):
     """Return one part as a data set: pixels as float32 with mean 0 and deviation 1, labels as int64."""
     images, labels = (read_idx(folder / name) for name in FILES[part])
@@ -65,6 +80,7 @@ def load(folder, part):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default=None, help=f"folder with the four files (default: {SYSTEM})")
+    parser.add_argument("--model", choices=["mlp", "convnet", "resnet18"], default="mlp")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--global-batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -90,9 +106,7 @@ def main():
         sys.exit(1)
     mpdp.seed(arguments.seed)
     train, test = load(folder, "train"), load(folder, "test")
-    model = nn.Sequential(
-        nn.Linear(784, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-    )
+    model = build(arguments.model)
     updates = arguments.epochs * -(-len(train) // arguments.global_batch_size)
     trainer = mpdp.Trainer(
         model,

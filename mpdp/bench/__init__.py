@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train,all-reduce}")
     train = commands.add_parser("train", help="the training step of a workload, without the loader")
-    train.add_argument("workload", choices=["mlp", "chargpt"])
+    train.add_argument("workload", choices=["mlp", "convnet", "chargpt"])
     train.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
     train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")

@@ -88,6 +88,8 @@ class Loader:
         say: called once with a line of text if data loses precision by the cast; the default logs it on
             rank 0.
         purpose: what an item is called in the note of an error, such as ``"batch of an evaluation"``.
+        zero_rows: give every empty share arrays of zero rows, and read sample 0 for their shapes where nothing else
+            tells them.
 
     Raises:
         TypeError: not a data set.
@@ -116,6 +118,7 @@ class Loader:
         prefetch: int = 2,
         say: Callable[[str], None] | None = None,
         purpose: str = "update",
+        zero_rows: bool = False,
     ) -> None:
         self.dataset = dataset
         self.length = check_dataset(dataset)
@@ -139,6 +142,7 @@ class Loader:
         self._say = say or _log
         self.purpose = purpose
         self._said = False
+        self._zero_rows = bool(zero_rows)
         self._empty: Any = None  # the last batch cut to no rows: what an empty share is given
 
     @property
@@ -210,7 +214,10 @@ class Loader:
             batch = map_arrays(self._ready, batch)
             if len(indices):
                 self._empty = map_arrays(lambda array, _: array[:0].copy(), batch)
-        elif self._empty is not None:
+        elif self._empty is not None or self._zero_rows:
+            if self._empty is None:
+                first = map_arrays(self._ready, take(self.dataset, np.zeros(1, np.int64), where))
+                self._empty = map_arrays(lambda array, _: array[:0].copy(), first)
             batch = self._empty
         slot = None
         if self._upload is not None and batch is not None and len(indices):

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
 from .updates import UpdateKernels
+
+if TYPE_CHECKING:
+    from .windows import Windows
 
 Array = Any  # a NumPy or CuPy array
 Shape = tuple[int, ...]
@@ -186,6 +189,123 @@ class Kernels(UpdateKernels):
         self, g: Array, saved: Any, out: Array | None = None, beta: float = 0.0
     ) -> Array:
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
+        raise NotImplementedError
+
+    def rms_norm(self, x: Array, weight: Array | None, eps: float) -> tuple[Array, Any]:
+        """Return x / sqrt(mean(x^2) + eps) * weight of each row of x (N, D), and saved."""
+        raise NotImplementedError
+
+    def rms_norm_backward(self, g: Array, saved: Any, weight: Array | None) -> Array:
+        """Return the gradient of :meth:`rms_norm` with respect to x; leaves ``saved`` intact."""
+        raise NotImplementedError
+
+    def rms_norm_weight_gradient(
+        self, g: Array, saved: Any, out: Array | None = None, beta: float = 0.0
+    ) -> Array:
+        """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
+        raise NotImplementedError
+
+    # -- channels: x and g are (N, C, S), what belongs to a channel is (C,) ---------------------------------
+
+    def channel_moments(self, x: Array) -> tuple[Array, Array]:
+        """Return the float64 mean of each channel, and its sum of squared differences from that mean.
+
+        Both are 0 where there is nothing to average.
+        """
+        raise NotImplementedError
+
+    def channel_sums(self, g: Array, normal: Array) -> Array:
+        """Return the float64 sums of g and of g * normal over samples and places: (2, C)."""
+        raise NotImplementedError
+
+    def normalise_channels(
+        self, x: Array, mean: Array, rstd: Array, weight: Array | None, bias: Array | None
+    ) -> tuple[Array, Array]:
+        """Return (normal * weight + bias, normal) with normal = (x - mean) * rstd; normal is in float32 or wider."""
+        raise NotImplementedError
+
+    def normalise_channels_backward(
+        self, g: Array, normal: Array, scale: Array, mean: Array, along: Array
+    ) -> Array:
+        """Return scale * (g - mean - normal * along), of the dtype of g."""
+        raise NotImplementedError
+
+    # -- windows: images are (N, C, H, W) -------------------------------------------------------------------
+
+    def conv2d(
+        self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
+    ) -> Array:
+        """Return the cross-correlation of x with weight (O, C / groups, I, J), plus bias (O,), then max(., 0) if
+        ``relu``: (N, O, P, Q). Some window fits the padded image.
+        """  # fmt: skip
+        raise NotImplementedError
+
+    def conv2d_backward(
+        self,
+        g: Array,
+        x: Array,
+        weight: Array,
+        out: Array | None,
+        windows: Windows,
+        groups: int,
+        wants: tuple[bool, bool, bool],
+    ) -> tuple[Array | None, Array | None, Array | None]:
+        """Return the gradients of :meth:`conv2d` with respect to x, weight and bias, those that are wanted.
+
+        Args:
+            g: the gradient of the result.
+            x, weight: as given to :meth:`conv2d`.
+            out: its result, where it had ``relu``; else None.
+            windows, groups: as given.
+            wants: which of the three to compute; the others are None.
+        """
+        raise NotImplementedError
+
+    def max_pool2d(self, x: Array, windows: Windows, relu: bool) -> tuple[Array, Any]:
+        """Return the maximum of each window, not below 0 if ``relu``, and saved; padding is -inf."""
+        raise NotImplementedError
+
+    def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
+        """Return the gradient with respect to x; the first of equal maxima, row by row, takes all of it."""
+        raise NotImplementedError
+
+    def avg_pool2d(self, x: Array, windows: Windows) -> Array:
+        """Return the mean of each window; padding is 0 and counts."""
+        raise NotImplementedError
+
+    def avg_pool2d_backward(self, g: Array, shape: Shape, windows: Windows) -> Array:
+        """Return the gradient with respect to x of the given shape."""
+        raise NotImplementedError
+
+    # -- attention -----------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+    ) -> tuple[Array, Any]:
+        """Return softmax(scale * q k^T) v and saved, for q (N, H, T, D), k and v (N, H, S, D).
+
+        Args:
+            q, k, v: queries, keys and values.
+            scale: of the scores.
+            causal: whether query t sees keys up to S - T + t only.
+            keys: boolean (N, S), False where a key is padding; a query without any key gives 0.
+            keep: boolean (N, H, T, S), False where dropout takes a weight away.
+            keep_scale: factor on the others.
+        """
+        raise NotImplementedError
+
+    def attention_backward(
+        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+    ) -> tuple[Array, Array, Array]:
+        """Return the gradients of :meth:`attention` with respect to q, k and v."""
         raise NotImplementedError
 
     # -- losses --------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The kernels of the CPU: NumPy calls, few and large, in place where the memory is our own.
 
 This file holds storage, products, reductions and elementwise forms and assembles the class; rows
-(softmax, layer norm, losses) are in ``cpu_rows`` and indices (embedding, scatter) in ``cpu_indices``.
+(softmax, layer norm, losses) are in ``cpu_rows``, indices (embedding, scatter) in ``cpu_indices``, convolution and
+pooling in ``cpu_windows``; ``channels`` (batch norm) and ``attention`` serve every device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from . import random
+from .attention import CpuAttention
 from .base import Array, Shape
+from .channels import CpuChannels
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
+from .cpu_windows import CpuWindows
 from .precision import is_floating, is_half, rounded_once, wide
 from .updates import CpuUpdates
 
@@ -26,7 +30,7 @@ _PANEL = (
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
 
-class CpuKernels(CpuUpdates, CpuRows, CpuIndices):
+class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
     """NumPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**"""
 
     xp: ModuleType = np

@@ -2,7 +2,8 @@
 
 This file holds storage, reductions and elementwise forms and assembles the class. Products are in
 ``cuda_products``, rows (softmax, layer norm, losses) in ``cuda_rows``, indices in ``cuda_indices``, optimizers
-and checks in ``cuda_updates``, random masks in ``cuda_random``; ``cuda_source`` compiles and launches what lies
+and checks in ``cuda_updates``, random masks in ``cuda_random``; ``windows``, ``channels`` and ``attention`` are
+plain array calls for every device; ``cuda_source`` compiles and launches what lies
 in ``cuda_src``. Every sum is added in a fixed order, so a call repeats its bits. ``tests`` compares each method
 with the one of the CPU. Importing this module needs no CuPy; making the class does.
 """
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
+from .attention import PlainAttention
 from .base import Array, Shape
+from .channels import ChannelKernels
 from .cuda_indices import CudaIndices
 from .cuda_products import CudaProducts
 from .cuda_random import CudaRandom
@@ -23,13 +26,16 @@ from .cuda_rows import CudaRows
 from .cuda_source import THREADS, loop_blocks, types
 from .cuda_updates import CudaUpdates
 from .precision import is_floating, wide
+from .windows import PlainWindows
 
 _CHUNK_ROWS = 128  # rows that a chunk of a column sum has at least: a small batch takes one launch
 _MOST_CHUNKS = 256
 _WANTED_BLOCKS = 1056  # eight blocks a multiprocessor of an H200; a constant, since it orders the sums
 
 
-class CudaKernels(CudaUpdates, CudaRows, CudaIndices, CudaProducts, CudaRandom):
+class CudaKernels(
+    CudaUpdates, CudaRows, CudaIndices, CudaProducts, CudaRandom, PlainWindows, ChannelKernels, PlainAttention
+):
     """CuPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**
 
     Args:

@@ -5,33 +5,47 @@ count; ``seed`` fixes initial weights on all ranks. This package knows nothing o
 """
 
 from ..autodiff import Buffer, Parameter
-from . import init
+from . import init, models
+from .attention import MultiHeadAttention, TransformerBlock
+from .convolution import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from .layers import GELU, Dropout, Embedding, Flatten, LayerNorm, Linear, ReLU, Sequential, Tanh
 from .losses import Loss, check_class_indices, cross_entropy, mse
 from .metrics import accuracy
 from .module import Module, checkpoint
+from .normalisation import BatchNorm1d, BatchNorm2d, GroupNorm, RMSNorm
 from .seeding import current_seed, seed
 
 __all__ = [
     "GELU",
+    "AvgPool2d",
+    "BatchNorm1d",
+    "BatchNorm2d",
     "Buffer",
+    "Conv2d",
     "Dropout",
     "Embedding",
     "Flatten",
+    "GlobalAvgPool2d",
+    "GroupNorm",
     "LayerNorm",
     "Linear",
     "Loss",
+    "MaxPool2d",
     "Module",
+    "MultiHeadAttention",
     "Parameter",
+    "RMSNorm",
     "ReLU",
     "Sequential",
     "Tanh",
+    "TransformerBlock",
     "accuracy",
     "check_class_indices",
     "checkpoint",
     "cross_entropy",
     "current_seed",
     "init",
+    "models",
     "mse",
     "seed",
 ]

@@ -15,6 +15,7 @@ from .. import kernels
 from ..autodiff import Tensor, current_samples, ops
 from ..autodiff.samples import drawn
 from ..autodiff.tensor import unwrap
+from ..kernels.base import Kernels
 from ..kernels.random import dropout_key, keep_threshold
 from . import init
 from .init import Initialiser
@@ -52,7 +53,7 @@ class Linear(Module):
         weight_init: Initialiser | None = None,
         bias_init: Initialiser | None = None,
     ) -> None:
-        inputs, outputs = _length("inputs", inputs), _length("outputs", outputs)
+        inputs, outputs = length("inputs", inputs), length("outputs", outputs)
         bound = 1.0 / math.sqrt(max(inputs, 1))
         default = init.uniform(-bound, bound)
         self.weight = init.parameter(weight_init or default, (outputs, inputs), dtype, "weight_init")
@@ -81,7 +82,7 @@ class Embedding(Module):
     def __init__(
         self, count: int, width: int, dtype: Any = "float32", *, weight_init: Initialiser | None = None
     ) -> None:
-        shape = _length("count", count), _length("width", width)
+        shape = length("count", count), length("width", width)
         self.weight = init.parameter(weight_init or init.normal(), shape, dtype, "weight_init")
 
     def forward(self, index: Any) -> Tensor:
@@ -114,7 +115,7 @@ class LayerNorm(Module):
         bias_init: Initialiser | None = None,
     ) -> None:
         lengths = shape if isinstance(shape, tuple | list) else (shape,)
-        lengths = tuple(_length("shape", n) for n in lengths)
+        lengths = tuple(length("shape", n) for n in lengths)
         self.eps = float(eps)
         self.weight = init.parameter(weight_init or init.ones, lengths, dtype, "weight_init")
         self.bias = init.parameter(bias_init or init.zeros, lengths, dtype, "bias_init")
@@ -152,9 +153,16 @@ class Dropout(Module):
 
     def forward(self, x: Any) -> Any:
         """Apply the layer to x of shape (N, ...), or of m rows a sample (m * N, ...)."""
+        mask = self.mask(unwrap(x).shape, kernels.of(unwrap(x)))
+        return x if mask is None else ops.dropout(x, mask, self.p)
+
+    def mask(self, shape: tuple[int, ...], k: Kernels) -> Any:
+        """Return the next mask for an array of ``shape`` on the device of k: True keeps; None drops nothing.
+
+        For what applies a mask itself, as attention does.
+        """
         if not self.training or self.p == 0.0:
-            return x
-        shape = unwrap(x).shape
+            return None
         context = current_samples()
         if context is None:
             # A module that no model was named for has no path: its creation index keeps masks apart.
@@ -166,9 +174,7 @@ class Dropout(Module):
             elements = context.elements(shape)
             key = dropout_key(context.seed, path, context.call(path))
             step, start, count = context.step, context.start, context.count
-        k = kernels.of(unwrap(x))
-        mask = k.keep_mask(key, step, start, count, elements, keep_threshold(self.p))
-        return ops.dropout(x, mask.reshape(shape), self.p)
+        return k.keep_mask(key, step, start, count, elements, keep_threshold(self.p)).reshape(shape)
 
     def _count_call(self) -> int:
         self._calls += 1
@@ -264,8 +270,8 @@ class Sequential(Module):
         return [getattr(self, str(i)) for i in range(self._count)]
 
 
-def _length(what: str, value: Any) -> int:
-    """Return a length after checking it."""
+def length(what: str, value: Any) -> int:
+    """Return the length of an axis after checking it. **Local.**"""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise ValueError(
             f"{what}: expected an integer of 0 or more, got {value!r}; pass the length of an axis"

@@ -31,6 +31,11 @@ class Module:
         path: the module's name in the model, as in ``"blocks.2"``; set by :meth:`bind_names`.
         draws_samples: whether ``forward`` draws random numbers keyed by the position of a sample, which
             ``autodiff.current_samples().start`` gives it. Ranks find positions out for such models alone.
+        communicates: whether ``forward`` in training, and its backward, exchange numbers with other replicas through
+            ``peers``. Every rank then runs the model, also on a share without samples. Fixed when it is wrapped.
+        peers: the other replicas, as in ``ops.batch_norm``; set by who wraps the model, None where there are none.
+        averaged_buffers: names of own buffers that replicas change differently in training; they are averaged over
+            ranks after each update, weighted by samples.
         recompute: whether ``forward`` runs again in backward in place of keeping its arrays; see :func:`checkpoint`.
         static: whether ``forward`` does the same operations at each call with inputs of one shape.
 
@@ -50,6 +55,9 @@ class Module:
     path: str | None = None
     static: bool = False
     draws_samples: bool = False
+    communicates: bool = False
+    peers: Any = None
+    averaged_buffers: tuple[str, ...] = ()
     recompute: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

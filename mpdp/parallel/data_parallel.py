@@ -8,9 +8,7 @@ optimizer divides by the global count. So shares of any size, also empty ones, a
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,25 +23,15 @@ from ..optim import LossScale, Optimizer
 from ..world import World, init
 from . import non_finite
 from .arena import GradientArena
+from .collectives import AxisPeers, average_buffers
 from .forms import leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
+from .plans import Plan, Plans
 from .precision import Precision
 from .record import Kind, exchange
-from .reducer import FlushPlan, Reducer
+from .reducer import Reducer
 from .replica import Replica
-
-_PLANS = 256  # remembered tape signatures; a program with more different graphs recomputes plans
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a set of tapes implies for one update."""
-
-    after: FlushPlan
-    unused_views: tuple[Any, ...]
-    used: np.ndarray
-    used_hash: int
 
 
 class DataParallel:
@@ -72,6 +60,9 @@ class DataParallel:
         loss_scale: the scale of float16 gradients, or None under another precision.
         exponent: gradients are summed times 2^-exponent.
         draws_samples: some module draws random numbers keyed by sample.
+
+    A module that communicates (``nn.BatchNorm2d``) takes part in every rank's forward and backward pass: call the model
+    and ``backward`` on every rank, also on zero rows.
 
     Example:
         >>> import mpdp, numpy as np
@@ -112,14 +103,15 @@ class DataParallel:
         settings = {} if self.loss_scale is None else self.loss_scale.describe() | self.loss_scale.state()
         compare(self.comm, "loss_scale", {name: repr(value) for name, value in settings.items()})
         self._memory = MemoryUse()
-        self.draws_samples = any(module.draws_samples for _, module in model.named_modules())
+        modules = [module for _, module in model.named_modules()]
+        self.draws_samples = any(module.draws_samples for module in modules)
+        self._communicating = [m for m in modules if m.communicates] if self.comm.size > 1 else []
+        for module in self._communicating:
+            module.peers = AxisPeers(self.comm)
+        self._averaging = [m for m in modules if m.averaged_buffers] if self.comm.size > 1 else []
         self._kernels = kernels.for_device(self.world.device)
-        self._forget_plans()
+        self._plans = Plans(self._replica)
         self._reset()
-
-    def _forget_plans(self) -> None:
-        self._plans: dict[tuple[int, ...], _Plan] = {}
-        self._leaves: dict[int, frozenset[str]] = {}  # tape signature -> parameters it uses
 
     def _reset(self) -> None:
         """Forget what an update gathered so far."""
@@ -129,6 +121,7 @@ class DataParallel:
         self._agreed: tuple[float, float] | None = None
         self._used: np.ndarray | None = None
         self._forward_count: int | None = None
+        self._own = 0  # samples of the update that this rank has run so far
         self._forwarded = 0  # samples of the update that all ranks have run so far
         self.stop_agreed = False
 
@@ -156,6 +149,16 @@ class DataParallel:
     def parameters(self) -> dict[str, Parameter]:
         """Name to parameter, in registration order; a tied one stands once."""
         return self._replica.parameters
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a forward pass now, and its backward, exchange numbers with other ranks: all have to run them."""
+        return any(module.training for module in self._communicating)
+
+    @property
+    def may_communicate(self) -> bool:
+        """Whether the model :attr:`communicates` when it trains."""
+        return bool(self._communicating)
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -192,7 +195,7 @@ class DataParallel:
     def _train_only(self, flags: dict[str, bool]) -> None:
         exchange(self.comm, Kind.FREEZE, self.step_count)
         self._replica.train_only(flags)
-        self._forget_plans()
+        self._plans.forget()
         self._reset()
 
     # -- one update
@@ -201,8 +204,8 @@ class DataParallel:
         """Run the model on this rank's share.
 
         **Collective** while a model with dropout trains: the position of the share in the global batch, which
-        keys its masks, follows from the other ranks' lengths, and from earlier calls of the same update.
-        **Local** otherwise.
+        keys its masks, follows from the other ranks' lengths, and from earlier calls of the same update. So it is
+        while one with batch norm trains. **Local** otherwise.
         """
         count = leading_length(inputs, kwargs)
         if not self.model.training:
@@ -222,13 +225,15 @@ class DataParallel:
         start: int | None = 0,
         count: int | None = None,
     ) -> Any:
-        """Run the model on samples ``start`` to ``start + count`` of the global batch. **Local.**
+        """Run the model on samples ``start`` to ``start + count`` of the global batch.
 
-        ``start`` may be None for a model that draws no random numbers.
+        **Local**, but **Collective** while a model trains that :attr:`communicates`. ``start`` may be None for a model
+        that draws no random numbers.
         """
         if count is None:
             count = leading_length(inputs, kwargs)
         self._forward_count = count
+        self._own += count
         if self._replica.binding.stale:
             self._replica.refresh()
         with samples(SampleContext(self.seed, self.step_count, start, count)):
@@ -239,17 +244,20 @@ class DataParallel:
     ) -> None:
         """Add the gradients of one micro-batch, and reduce them over ranks with the last one.
 
-        **Collective** if ``final``, else **Local.** Chunks are reduced as soon as backward has finished them.
+        **Collective** if ``final`` or if the model :attr:`communicates`, else **Local.** Chunks are reduced as soon as
+        backward has finished them.
 
         Args:
             loss: a loss of ``nn`` (its sum and count are used), a scalar Tensor that is the mean over the leading
-                dimension of the last forward, a pair ``(sum, count)``, or None for a rank without samples.
+                dimension of the last forward, a pair ``(sum, count)``, or None for a rank without samples (unless
+                the model communicates: then it is the loss of zero rows).
             count: samples behind a plain scalar, where the model was not called through this object.
             final: False for all but the last micro-batch of an update.
             stop: ask all ranks to stop after this update; see ``stop_agreed``.
 
         Raises:
             TypeError: a loss of another form.
+            ValueError: no loss from a model that communicates.
             DisagreementError: on all ranks, when they are not in the same step.
             NonFiniteError: on all ranks, when the global loss sum is NaN or infinite.
         """
@@ -281,15 +289,22 @@ class DataParallel:
             )
         tape: Tape | None = None
         seed = 0.0
+        communicates = self.communicates
+        if loss is None and communicates:
+            raise ValueError(
+                "loss: expected one on every rank, got None: the other ranks' backward waits for this one's in "
+                f"{self._communicating[0].path}; run the model and the loss on zero rows"
+            )
         if loss is not None:
             total, factor, local_count = split_loss(loss, count if count is not None else self._forward_count)
             self.precision.check_loss(total)
             self._count += local_count
-            self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
+            if local_count:  # nothing to count may be NaN, as a mean of no numbers is
+                self._loss_sum += float(total.data) * factor  # waits for the forward pass on a GPU
             error = self._kernels.pending_error()
             if error is not None:
                 raise error
-            if local_count:
+            if local_count or communicates:
                 tape = Tape(total)
                 seed = factor * 2.0**-self.exponent
                 if self.loss_scale is not None:
@@ -299,25 +314,33 @@ class DataParallel:
                 self._memory.look(tape, signature, self._forward_count)
         if not final:
             if tape is not None:
-                if signature not in self._leaves:
-                    self._replica.check_leaves(tape.leaves)
-                    self._leaves[signature] = frozenset(self._replica.names_of(tape.last_write))
+                self._plans.know(tape, signature)
                 tape.backward(seed)
             return
-        plan = self._plan(tape)
+        plan = self._plans.of(self._signatures, tape)
         for view in plan.unused_views:
             view.fill(0)
         # The record goes out right before the first chunk: ranks then wait for one another once, not twice.
         self._replica.reducer.opening = partial(self._exchange_record, plan, stop)
-        if not math.isfinite(self._loss_sum):
-            self._replica.reducer.open()  # raises on all ranks; no use in running backward
+        if not math.isfinite(self._loss_sum) or communicates:
+            # Raises on all ranks where the loss is not finite; no use in running backward. Where backward itself
+            # communicates, the record goes out before its messages on every rank.
+            self._replica.reducer.open()
         if -1 in plan.after:
             plan.after[-1]()
         if tape is not None:
             tape.backward(seed, plan.after)
         self._replica.reducer.wait()
+        self._average()
 
-    def _exchange_record(self, plan: _Plan, stop: bool) -> None:
+    def _average(self) -> None:
+        """Bring buffers together that ranks have changed differently. **Collective** where there are any."""
+        training = [module for module in self._averaging if module.training]
+        if training:
+            buffers = [getattr(module, name) for module in training for name in module.averaged_buffers]
+            average_buffers(self.comm, buffers, float(self._own))
+
+    def _exchange_record(self, plan: Plan, stop: bool) -> None:
         """Agree with all ranks on what is about to be reduced. **Collective.**"""
         agreed = exchange(
             self.comm,
@@ -351,29 +374,6 @@ class DataParallel:
         self._used = None if used.all() else used
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
-
-    def _plan(self, tape: Tape | None) -> _Plan:
-        """Return the plan of this update's tapes, computed once for each combination of signatures."""
-        # A rank whose last share is empty has no tape, although its signatures may equal another update's.
-        key = (*self._signatures, 0 if tape is None else 1)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan
-        if tape is not None:
-            self._replica.check_leaves(tape.leaves)
-        last_write = {} if tape is None else self._replica.names_of(tape.last_write)
-        used_names = last_write.keys() | {name for s in self._signatures for name in self._leaves.get(s, ())}
-        used = np.zeros(len(self.layout.trainable), dtype=bool)
-        used[[self._replica.index[name] for name in used_names]] = True
-        unused_views = tuple(self.arena[e.name] for e in self.layout.trainable if e.name not in used_names)
-        digest = hashlib.blake2b(used.tobytes(), digest_size=8).digest()
-        plan = _Plan(
-            self._replica.reducer.plan(last_write), unused_views, used, int.from_bytes(digest, "little") >> 2
-        )
-        if len(self._plans) >= _PLANS:
-            self._forget_plans()
-        self._plans[key] = plan
-        return plan
 
     def _agree_used(self, used: np.ndarray) -> np.ndarray:
         """Return which parameters any rank used. **Collective.**"""

@@ -110,6 +110,9 @@ def cast(model: Module, precision: str, world: World) -> None:
                 f"precision: expected parameters of dtype {master}, got {dtype} in {name}; "
                 f'{other}build the layers with dtype="{master}"'
             )
+    for _, buffer in model.named_buffers() if widened else ():
+        if buffer.dtype == np.float32:
+            buffer.data = buffer.data.astype("float64")
     if widened:
         world.log("info", 'precision: widened the parameters from float32 to float64 for precision="float64"')
     if precision == "tf32" and world.device.kind == "cpu":

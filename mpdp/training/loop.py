@@ -56,6 +56,7 @@ class FitLoop:
             dtype=trainer.parallel.precision.master,
             device=trainer.world.device,
             say=self.progress.say,
+            zero_rows=trainer.parallel.may_communicate,
         )
         first = position.epoch * plan.per_epoch + position.batch
         last = first + plan.updates_left(position, trainer.step_count)
@@ -80,7 +81,12 @@ class FitLoop:
         else:
             # The first batch meets the model here: what does not fit is an error on all ranks, before time is spent.
             parts = together(comm, lambda: next(stream))
-            loss = together(comm, lambda: trainer.eager.loss(parts[0], tally, plan.dataset))
+            if (
+                trainer.parallel.communicates
+            ):  # a rank that raises is not in the agreement while others wait for it
+                loss = trainer.eager.loss(parts[0], tally, plan.dataset)
+            else:
+                loss = together(comm, lambda: trainer.eager.loss(parts[0], tally, plan.dataset))
             self._checked_first = True
             trainer.update(parts, tally=tally, first_loss=loss)
         metrics = tally.values[1:]

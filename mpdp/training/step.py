@@ -45,14 +45,15 @@ class EagerStep:
         self.clip_norm = clip_norm
 
     def forward(self, part: MicroBatch) -> Any:
-        """Return the model's output for a share that is not empty. **Local.**"""
+        """Return the model's output for a share. **Collective** where the model communicates, else **Local.**"""
         part.acquire()
         return self.parallel.forward(part.inputs or (), part.kwargs, start=part.start, count=part.count)
 
     def loss(self, part: MicroBatch, tally: Tally | None = None, unchecked: Any = None) -> Any:
         """Return the loss of one share; None where this rank has no sample of the micro-batch.
 
-        **Local.**
+        **Local.** Where the model communicates it is **Collective**, and a share without samples has a loss too, that
+        of zero rows: the other ranks' statistics and gradients wait for this rank's.
 
         Args:
             part: the share.
@@ -60,7 +61,7 @@ class EagerStep:
             unchecked: a data set whose labels are still to be checked against the output.
         """
         if not part.count:
-            return None
+            return self._loss_of_nothing(part) if self.parallel.communicates else None
         output = self.forward(part)
         if output is None:
             raise TypeError("model: expected an output, got None; return it from forward")
@@ -72,6 +73,32 @@ class EagerStep:
         if tally is not None:
             tally.add_metrics(output, part.target)
         return loss
+
+    def _loss_of_nothing(self, part: MicroBatch) -> Any:
+        """Return the loss of zero rows, which a rank without samples runs for the others' sake. **Collective.**"""
+
+        def place(value: Any, path: str) -> Any:
+            return kernels.move(value, self.parallel.world.device)
+
+        try:
+            if part.inputs is None:
+                raise ValueError(
+                    "expected inputs of zero rows, got none; give the data set one sample or more"
+                )
+            part = replace(
+                part,
+                inputs=map_arrays(place, part.inputs),
+                kwargs=map_arrays(place, part.kwargs),
+                target=map_arrays(place, part.target),
+            )
+            return self.loss_function(self.forward(part), part.target)
+        except Exception as error:
+            error.add_note(
+                f"rank {self.parallel.world.rank} has no sample of this micro-batch and ran model and loss on zero "
+                "rows, since other ranks wait for its part of the statistics; make both work on zero rows, use larger "
+                "batches, or global_stats=False"
+            )
+            raise
 
     def run(
         self,

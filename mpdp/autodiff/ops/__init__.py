@@ -15,20 +15,27 @@ from .arithmetic import (
     subtract,
     where,
 )
+from .attention import attention
+from .channels import batch_norm, group_norm
 from .elementwise import astype, dropout, exp, gelu, log, relu, sigmoid, sqrt, tanh
 from .indices import embedding
 from .losses import cross_entropy, mean_of_sum, squared_error
-from .normalisation import layer_norm, log_softmax, softmax
+from .normalisation import layer_norm, log_softmax, rms_norm, softmax
 from .products import linear, matmul
 from .reductions import max, mean, sum
 from .shapes import concatenate, getitem, reshape, stack, transpose
 from .transfer import to
+from .windows import avg_pool2d, conv2d, max_pool2d
 
 __all__ = [
     "absolute",
     "add",
     "astype",
+    "attention",
+    "avg_pool2d",
+    "batch_norm",
     "concatenate",
+    "conv2d",
     "cross_entropy",
     "divide",
     "dropout",
@@ -36,12 +43,14 @@ __all__ = [
     "exp",
     "gelu",
     "getitem",
+    "group_norm",
     "layer_norm",
     "linear",
     "log",
     "log_softmax",
     "matmul",
     "max",
+    "max_pool2d",
     "maximum",
     "mean",
     "mean_of_sum",
@@ -51,6 +60,7 @@ __all__ = [
     "power",
     "relu",
     "reshape",
+    "rms_norm",
     "sigmoid",
     "softmax",
     "sqrt",

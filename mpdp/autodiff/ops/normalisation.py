@@ -1,4 +1,4 @@
-"""Normalisation along an axis: softmax, log_softmax, layer_norm."""
+"""Normalisation along an axis: softmax, log_softmax, layer_norm, rms_norm."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ def _layer_norm_backward(k, saved, g, wants, shape, eps):
     return x, weight, bias
 
 
+def _rms_norm(k, x, weight, eps):
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    out, saved = k.rms_norm(rows, weight, eps)
+    return out.reshape(x.shape), (saved, weight)
+
+
+def _rms_norm_backward(k, saved, g, wants, eps):
+    saved, weight = saved
+    rows = g.reshape(math.prod(g.shape[:-1]), g.shape[-1])
+    gradient = None
+    if wants[1] is not None:
+        kernel = k.rms_norm_weight_gradient
+        gradient = _parameter(k, wants[1], weight.shape, weight.dtype, kernel, rows, saved)
+    x = None if wants[0] is None else k.rms_norm_backward(rows, saved, weight).reshape(g.shape)
+    return x, gradient
+
+
 def _parameter(k, want, shape, dtype, kernel, *arrays):
     """Return a gradient in its parameter's own dtype, which may be wider than that of the rows."""
     if want is not WANTED and len(shape) == 1:  # it is a row already and goes straight into its memory
@@ -60,6 +77,7 @@ def _parameter(k, want, shape, dtype, kernel, *arrays):
 _apply_softmax = Operation("softmax", _softmax, _softmax_backward)
 _apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward)
 _apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward, wide=(1, 2))
+_apply_rms_norm = Operation("rms_norm", _rms_norm, _rms_norm_backward, wide=(1,))
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:
@@ -99,3 +117,25 @@ def layer_norm(
     if not shape or whole[len(whole) - len(shape) :] != shape or len(whole) < len(shape):
         raise ValueError(f"layer_norm: expected x to end in axes {shape}, got {whole}; check the width")
     return _apply_layer_norm(x, weight, bias, shape=shape, eps=eps)
+
+
+def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis. **Local.**
+
+    Args:
+        x: (..., D).
+        weight: (D,), or None.
+        eps: added to the mean square.
+
+    Raises:
+        ValueError: x without axes, or a weight of another length.
+
+    Source: Zhang, Sennrich, "Root mean square layer normalization" (2019), equation 4.
+    """
+    shape = unwrap(x).shape
+    if not shape or (weight is not None and unwrap(weight).shape != shape[-1:]):
+        other = "" if weight is None else f" and a weight of shape {unwrap(weight).shape}"
+        raise ValueError(
+            f"rms_norm: expected x of shape (..., D) and a weight (D,), got {shape}{other}; check the width"
+        )
+    return _apply_rms_norm(x, weight, eps=float(eps))

@@ -1,8 +1,8 @@
-"""PyTorch DistributedDataParallel on the ``mlp`` workload; rank 0 prints one JSON line.
+"""PyTorch DistributedDataParallel on the ``mlp`` and ``convnet`` workloads; rank 0 prints one JSON line.
 
     torchrun --nproc_per_node 2 mpdp/bench/peers/torch_train.py mlp
 
-The step is the one of ``mpdp bench train mlp``: data on the device, forward, backward with overlapped reduction,
+The step is the one of ``mpdp bench train``: data on the device, forward, backward with overlapped reduction,
 update.
 """
 
@@ -15,8 +15,8 @@ import time
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workload", choices=["mlp"])
-    parser.add_argument("--batch", type=int, default=128, help="samples a rank")
+    parser.add_argument("workload", choices=["mlp", "convnet"])
+    parser.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
     arguments = parser.parse_args()
@@ -29,13 +29,27 @@ def main():
     if size > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    if arguments.workload == "mlp":
+        batch, sample = arguments.batch or 128, [784]
+        layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    else:
+        batch, sample = arguments.batch or 64, [1, 28, 28]
+        layers = [
+            nn.Conv2d(1, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        ]
+        layers += [nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)]
+    model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if size > 1:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(arguments.batch, 784, generator=generator)
-    y = torch.randint(0, 10, (arguments.batch,), generator=generator)
+    x = torch.randn(batch, *sample, generator=generator)
+    y = torch.randint(0, 10, (batch,), generator=generator)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -66,7 +80,7 @@ def main():
             "ranks": size,
             "step_us": seconds * 1e6,
             "block_step_us": [b * 1e6 for b in blocks],
-            "items_per_second": arguments.batch * size / seconds,
+            "items_per_second": batch * size / seconds,
         }
         print(json.dumps(result), flush=True)
     if size > 1:

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import traces
 
@@ -18,8 +19,18 @@ def test_the_mlp_is_the_one_of_the_comparisons():
     assert workload.batch[0].dtype == "float32"
     assert workload.items == 128
     assert (workload.optimizer.lr, workload.optimizer.describe()["momentum"]) == (0.01, 0.9)
-    with pytest.raises(ValueError, match=r"workload: expected one of mlp, chargpt, got 'x'"):
+    with pytest.raises(ValueError, match=r"workload: expected one of mlp, convnet, chargpt, got 'x'"):
         build("x", 0)
+
+
+def test_the_convnet_is_the_one_of_the_comparisons():
+    workload = build("convnet", 0)
+    assert sum(p.size for p in workload.model.parameters()) == 320 + 18_496 + 1_179_776 + 1_290
+    assert workload.batch[0].shape == (64, 1, 28, 28) and workload.batch[0].dtype == "float32"
+    assert (workload.items, workload.unit) == (64, "samples")
+    assert (workload.optimizer.lr, workload.optimizer.describe()["momentum"]) == (0.01, 0.9)
+    other = build("convnet", 1, 2).batch
+    assert other[0].shape == (2, 1, 28, 28) and not np.array_equal(other[0], workload.batch[0][:2])
 
 
 def test_the_chargpt_is_the_one_of_the_comparisons():

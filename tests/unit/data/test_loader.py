@@ -162,6 +162,13 @@ def test_empty_share_takes_the_shape_of_an_earlier_sample():
     assert stream[1][0].inputs[0].shape == (0, 2) and stream[1][0].target.shape == (0,)
 
 
+def test_empty_share_of_zero_rows_takes_its_shape_from_sample_0():
+    (update,) = Loader(Items(2), 2, rank=2, size=3, zero_rows=True)
+    (part,) = update
+    assert part.count == 0 and part.inputs[0].shape == (0, 2) and part.inputs[0].dtype == np.float32
+    assert part.target.shape == (0,)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_empty_data_set(prefetch):
     loader = Loader(arrays(0), 4, prefetch=prefetch, drop_last=True)

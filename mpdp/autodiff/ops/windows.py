@@ -1,0 +1,183 @@
+"""Convolution and pooling of images (N, C, H, W).
+
+Shapes: N samples, C channels in, O out, H x W pixels in, P x Q out, I x J the window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...kernels.windows import Windows
+from ..operation import Operation
+from ..tensor import Tensor, unwrap
+
+Pair = int | tuple[int, int]
+
+
+def _conv2d(k, x, weight, bias, windows, groups, relu):
+    out = k.conv2d(x, weight, bias, windows, groups, relu)
+    return out, (x, weight, out if relu else None)
+
+
+def _conv2d_backward(k, saved, g, wants, windows, groups, relu):
+    x, weight, out = saved
+    return k.conv2d_backward(g, x, weight, out, windows, groups, tuple(want is not None for want in wants))
+
+
+def _max_pool2d(k, x, windows, relu):
+    return k.max_pool2d(x, windows, relu)
+
+
+def _max_pool2d_backward(k, saved, g, wants, windows, relu):
+    return (k.max_pool2d_backward(g, saved, windows, relu),)
+
+
+def _avg_pool2d(k, x, windows):
+    return k.avg_pool2d(x, windows), x.shape
+
+
+def _avg_pool2d_backward(k, shape, g, wants, windows):
+    return (k.avg_pool2d_backward(g, shape, windows),)
+
+
+_apply_conv2d = Operation("conv2d", _conv2d, _conv2d_backward)
+_apply_max_pool2d = Operation("max_pool2d", _max_pool2d, _max_pool2d_backward)
+_apply_avg_pool2d = Operation("avg_pool2d", _avg_pool2d, _avg_pool2d_backward)
+
+
+def conv2d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    relu: bool = False,
+) -> Tensor:
+    """Return the cross-correlation of images with a weight, as layers of that name compute it. **Local.**
+
+    ``out[n, o, p, q] = bias[o] + sum over c, i, j of weight[o, c, i, j] * x[n, c, p * stride + i * dilation - padding,
+    q * stride + j * dilation - padding]``, where channels of x are those of o's group, and pixels outside are 0.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (O, C / groups, I, J).
+        bias: (O,), or None.
+        stride, padding, dilation: pixels, an integer or a pair (down, across).
+        groups: parts into which both C and O are cut; a part of O sees its part of C alone.
+        relu: take max(out, 0) as well, which saves a pass.
+
+    Returns:
+        (N, O, P, Q) with P = (H + 2 padding - dilation (I - 1) - 1) // stride + 1, and Q likewise.
+
+    Raises:
+        ValueError: shapes that do not fit, or an image smaller than the window.
+    """
+    shape, kernel = unwrap(x).shape, unwrap(weight).shape
+    if len(kernel) != 4 or 0 in kernel[2:]:
+        raise ValueError(
+            f"conv2d: expected a weight of shape (outputs, channels / groups, height, width), got {kernel}; "
+            "give a window of one pixel or more"
+        )
+    windows = _windows("conv2d", kernel[2:], stride, padding, dilation)
+    if not _is_whole(groups) or groups < 1 or kernel[0] % groups:
+        raise ValueError(
+            f"conv2d: expected groups that divide the {kernel[0]} outputs, got {groups!r}; 1 is no groups"
+        )
+    if len(shape) != 4 or shape[1] != kernel[1] * groups:
+        raise ValueError(
+            f"conv2d: expected x of shape (samples, {kernel[1] * groups}, height, width) for a weight of shape "
+            f"{kernel} in {groups} groups, got {shape}; channels come before pixels"
+        )
+    if bias is not None and unwrap(bias).shape != kernel[:1]:
+        raise ValueError(
+            f"conv2d: expected a bias of shape {kernel[:1]}, got {unwrap(bias).shape}; one number an output"
+        )
+    _check_fit("conv2d", shape, windows)
+    return _apply_conv2d(x, weight, bias, windows=windows, groups=int(groups), relu=bool(relu))
+
+
+def max_pool2d(
+    x: Any, size: Pair, *, stride: Pair | None = None, padding: Pair = 0, relu: bool = False
+) -> Tensor:
+    """Return the maximum of each window of an image. **Local.**
+
+    The first of equal maxima, row by row, takes the gradient. Pixels outside the image never win.
+
+    Args:
+        x: (N, C, H, W).
+        size: of the window, an integer or a pair (down, across).
+        stride: pixels between windows; left out, the size.
+        padding: pixels around the image, at most half the size.
+        relu: take max(out, 0) as well, which is the same as before the pooling, and less work.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    windows = _pooling("max_pool2d", x, size, stride, padding)
+    return _apply_max_pool2d(x, windows=windows, relu=bool(relu))
+
+
+def avg_pool2d(x: Any, size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
+    """Return the mean of each window of an image. **Local.**
+
+    Args:
+        x: (N, C, H, W).
+        size: of the window, an integer or a pair (down, across).
+        stride: pixels between windows; left out, the size.
+        padding: pixels around the image, at most half the size; they are 0 and count.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    return _apply_avg_pool2d(x, windows=_pooling("avg_pool2d", x, size, stride, padding))
+
+
+def pair(what: str, value: Any, least: int) -> tuple[int, int]:
+    """Return a pair (down, across) of an integer or a pair, after checking it. **Local.**"""
+    both = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(both) != 2 or not all(_is_whole(number) and number >= least for number in both):
+        raise ValueError(
+            f"{what}: expected an integer of {least} or more, or a pair of them (down, across), got {value!r}; "
+            "count pixels"
+        )
+    return int(both[0]), int(both[1])
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _windows(name: str, size: Any, stride: Any, padding: Any, dilation: Any) -> Windows:
+    return Windows(
+        pair(f"{name}: size", size, 1),
+        pair(f"{name}: stride", stride, 1),
+        pair(f"{name}: padding", padding, 0),
+        pair(f"{name}: dilation", dilation, 1),
+    )
+
+
+def _pooling(name: str, x: Any, size: Any, stride: Any, padding: Any) -> Windows:
+    windows = _windows(name, size, size if stride is None else stride, padding, 1)
+    if any(2 * pad > length for pad, length in zip(windows.padding, windows.size)):
+        raise ValueError(
+            f"{name}: expected a padding of at most half the window {windows.size}, got {windows.padding}; "
+            "a window must hold a pixel"
+        )
+    shape = unwrap(x).shape
+    if len(shape) != 4:
+        raise ValueError(
+            f"{name}: expected x of shape (samples, channels, height, width), got {shape}; reshape it"
+        )
+    _check_fit(name, shape, windows)
+    return windows
+
+
+def _check_fit(name: str, shape: tuple[int, ...], windows: Windows) -> None:
+    if min(windows.fit(*shape[2:])) < 1:
+        raise ValueError(
+            f"{name}: expected an image of at least one window {windows.size} (dilation {windows.dilation}, padding "
+            f"{windows.padding}), got {shape[2:]} pixels; use smaller windows, fewer poolings or larger images"
+        )

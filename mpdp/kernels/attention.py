@@ -1,0 +1,72 @@
+"""Attention with products and a softmax: NumPy and CuPy go the same way. The docstrings are in ``kernels.base``.
+
+Shapes: N sequences, H heads, T queries, S keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .base import Array, Kernels
+
+
+class PlainAttention(Kernels):
+    """Attention whose scores are an array. **Local.** Memory: N * H * T * S numbers, twice with dropout."""
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+    ) -> tuple[Array, Any]:
+        xp = self.xp
+        scores = self.gemm(q, k.swapaxes(-1, -2))
+        scores *= scores.dtype.type(scale)
+        allowed = None
+        if causal:
+            queries, count = scores.shape[-2:]
+            # The last query stands beside the last key.
+            allowed = xp.arange(count) <= xp.arange(queries)[:, None] + (count - queries)
+        if keys is not None:
+            here = keys[:, None, None, :]
+            allowed = here if allowed is None else xp.logical_and(allowed, here)
+        if allowed is not None:
+            # The lowest number and not -inf: a row without any key then has no NaN.
+            scores = self._filled(scores, allowed, np.finfo(scores.dtype).min)
+        weights = self.softmax(scores, -1) if scores.size else scores
+        if keys is not None:
+            weights *= allowed
+        mixed = weights if keep is None else self.dropout(weights, keep, keep_scale)
+        return self.gemm(mixed, v), (q, k, v, weights, mixed)
+
+    def _filled(self, scores: Array, allowed: Array, value: Any) -> Array:
+        """Return the scores that are allowed, and ``value`` elsewhere; ``scores`` may be overwritten."""
+        return self.xp.where(allowed, scores, value)
+
+    def attention_backward(
+        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+    ) -> tuple[Array, Array, Array]:
+        q, k, v, weights, mixed = saved
+        gv = self.gemm(mixed.swapaxes(-1, -2), g)
+        slope = self.gemm(g, v.swapaxes(-1, -2))
+        if keep is not None:
+            slope = self.dropout(slope, keep, keep_scale)
+        if slope.size:
+            slope = self.softmax_backward(slope, weights, -1)
+        slope *= slope.dtype.type(scale)
+        return self.gemm(slope, k), self.gemm(slope.swapaxes(-1, -2), q), gv
+
+
+class CpuAttention(PlainAttention):
+    """The same on the CPU, where a masked copy takes a third of the time of numpy.where. **Local.**"""
+
+    def _filled(self, scores: Array, allowed: Array, value: Any) -> Array:
+        np.copyto(scores, value, where=~allowed)
+        return scores
