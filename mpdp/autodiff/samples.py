@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import Any
 
 
 class SampleContext:
@@ -102,16 +103,19 @@ class samples:  # a class and no generator: it is entered in every forward pass
 
 
 class Draws:
-    """The numbers that modules count their own calls by, outside of a sample context: noted, then given again.
+    """What a part of forward takes from elsewhere than its inputs: noted, then given again.
+
+    So are the numbers that modules count their own calls by, outside of a sample context, and the statistics of a batch
+    that several replicas share.
 
     **Local.** Entered while a part of forward runs for the first time, it notes them; :meth:`again` gives them back in
-    order, so that the part draws the same random numbers.
+    order, so that the part computes the same.
     """
 
     __slots__ = ("_next", "_outer", "_token", "_values")
 
     def __init__(self) -> None:
-        self._values: list[int] = []
+        self._values: list[Any] = []
         self._next: int | None = None  # the value that comes next, once they are given again
         self._outer: Draws | None = None
         self._token: Token[Draws | None] | None = None
@@ -122,8 +126,8 @@ class Draws:
         twin._values, twin._next = self._values, 0
         return twin
 
-    def take(self, count: Callable[[], int]) -> int:
-        """Return the next number: a noted one, or a new one."""
+    def take(self, count: Callable[[], Any]) -> Any:
+        """Return the next value: a noted one, or a new one."""
         if self._next is not None:
             self._next += 1
             return self._values[self._next - 1]
@@ -144,7 +148,7 @@ class Draws:
 _draws: ContextVar[Draws | None] = ContextVar("mpdp_draws", default=None)
 
 
-def drawn(count: Callable[[], int]) -> int:
+def drawn(count: Callable[[], Any]) -> Any:
     """Return ``count()``, or what it was when this part of forward ran before. **Local.**"""
     noted = _draws.get()
     return count() if noted is None else noted.take(count)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from .base import Array
-from .precision import wide
+from .precision import is_half, rounded_once, wide
 from .windows import Pair, PlainWindows, Windows
 
 _BLOCK = 1 << 17  # elements of the windows and products of a block: 512 KiB of float32 stay in the L2 cache
@@ -30,6 +30,7 @@ class CpuWindows(PlainWindows):
 
     window_elements = _BLOCK
 
+    @rounded_once
     def conv2d(
         self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
     ) -> Array:
@@ -64,6 +65,11 @@ class CpuWindows(PlainWindows):
         groups: int,
         wants: tuple[bool, bool, bool],
     ) -> tuple[Array | None, Array | None, Array | None]:
+        if is_half(x.dtype):  # as rounded_once; the sums over samples stay float32
+            g, wider, weight = (a.astype(np.float32) for a in (g, x, weight))
+            out = None if out is None else out.astype(np.float32)
+            gx, gweight, gbias = self.conv2d_backward(g, wider, weight, out, windows, groups, wants)
+            return None if gx is None else gx.astype(x.dtype), gweight, gbias
         if not _is_wide(x.shape, windows, groups):
             return super().conv2d_backward(g, x, weight, out, windows, groups, wants)
         want_x, want_weight, want_bias = wants
@@ -112,6 +118,9 @@ class CpuWindows(PlainWindows):
     # -- pooling by halves: windows of 2 x 2 that do not overlap --------------------------------------------
 
     def max_pool2d(self, x: Array, windows: Windows, relu: bool) -> tuple[Array, Any]:
+        if is_half(x.dtype):
+            out, saved = self.max_pool2d(x.astype(np.float32), windows, relu)
+            return out.astype(x.dtype), saved
         if not _halves(x.shape, windows):
             return super().max_pool2d(x, windows, relu)
         n, channels, height, width = x.shape
@@ -133,6 +142,7 @@ class CpuWindows(PlainWindows):
                 np.maximum(out[part], 0, out=out[part])
         return out, (lower, right, out if relu else None)
 
+    @rounded_once
     def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
         if not isinstance(saved, tuple) or len(saved) != 3:
             return super().max_pool2d_backward(g, saved, windows, relu)

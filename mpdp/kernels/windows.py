@@ -103,14 +103,14 @@ class PlainWindows(Kernels):
             here = g[part].swapaxes(0, 1).reshape(groups, outputs // groups, -1)
             if gweight is not None:
                 columns = self._columns(x[part], windows, count, groups)
-                gweight += self.gemm(here, columns.swapaxes(-1, -2))
+                self.gemm(here, columns.swapaxes(-1, -2), gweight, 1.0)
             if gx is not None:
                 columns = self.gemm(rows.swapaxes(-1, -2), here)
                 pieces = columns.reshape(channels, math.prod(windows.size), -1, *count)
                 self._scatter(pieces, gx[part], windows, count)
-        gbias = self.sum(g, (0, 2, 3)) if want_bias else None
+        gbias = self.sum(g.astype(wide(g.dtype), copy=False), (0, 2, 3)) if want_bias else None
         if gweight is not None:
-            gweight = gweight.reshape(weight.shape).astype(weight.dtype, copy=False)
+            gweight = gweight.reshape(weight.shape)
         return gx, gweight, gbias
 
     def _samples(self, x: Array, weight: Array, count: Pair) -> list[slice]:
@@ -195,8 +195,8 @@ class PlainWindows(Kernels):
 
     def avg_pool2d_backward(self, g: Array, shape: tuple[int, ...], windows: Windows) -> Array:
         (down, across), (n, channels, height, width) = windows.padding, shape
-        gx = self.xp.zeros((n, channels, height + 2 * down, width + 2 * across), g.dtype)
-        share = g * g.dtype.type(1.0 / math.prod(windows.size))
+        gx = self.xp.zeros((n, channels, height + 2 * down, width + 2 * across), wide(g.dtype))
+        share = g.astype(gx.dtype) * gx.dtype.type(1.0 / math.prod(windows.size))
         for rows, columns in windows.parts(windows.fit(height, width)):
             gx[:, :, rows, columns] += share
-        return gx[:, :, down : down + height, across : across + width]
+        return gx[:, :, down : down + height, across : across + width].astype(g.dtype, copy=False)

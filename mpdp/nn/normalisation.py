@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..autodiff import Buffer, Tensor, ops, recomputing
+from ..autodiff import Buffer, Tensor, ops
 from ..autodiff.tensor import unwrap
-from ..kernels.precision import wide
 from . import init
 from .init import Initialiser
 from .layers import length
@@ -103,23 +102,11 @@ class BatchNorm(Module):
                 observe=self._observe,
             )
         xp = kernels.of(unwrap(x)).xp
-        dtype = unwrap(x).dtype
-        wider = wide(dtype)
-        rstd = (1 / xp.sqrt(self.running_var.data + self.eps)).astype(wider)
-        column = (shape[1],) + (1,) * (len(shape) - 2)
-        out = ops.subtract(
-            ops.astype(x, wider), self.running_mean.data.astype(wider, copy=False).reshape(column)
-        )
-        scale = rstd if self.weight is None else ops.multiply(ops.astype(self.weight, wider), rstd)
-        out = out * scale.reshape(column)
-        if self.bias is not None:
-            out = out + ops.astype(self.bias, wider).reshape(column)
-        return ops.astype(out, dtype)
+        rstd = 1 / xp.sqrt(self.running_var.data + self.eps)
+        return ops.scale_channels(x, self.running_mean.data, rstd, self.weight, self.bias)
 
     def _observe(self, count: Any, mean: Any, squares: Any) -> None:
-        """Move the running statistics towards those of a batch, once for each batch."""
-        if recomputing():
-            return
+        """Move the running statistics towards those of a batch."""
         xp = kernels.of(mean).xp
         # A batch of one value has no unbiased variance, an empty one no mean, and one with NaN ends the run: the
         # numbers that a checkpoint may hold stay as they were. No branch, since the count may be on a GPU.

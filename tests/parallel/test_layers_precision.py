@@ -31,7 +31,7 @@ def test_a_network_with_norms_in_16_bits(job, exact, precision, tolerance, size)
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_batch_norm_that_runs_again_in_backward(job, size):
-    """Its messages are exchanged again; its running statistics move once."""
+    """It takes the statistics of the first time, without a message; its running statistics move once."""
     form = "mpirun" if size > 1 else "python"
     kept = job(PROGRAM, "float32", n=size, form=form).check().results
     again = job(PROGRAM, "float32", "again", n=size, form=form).check().results

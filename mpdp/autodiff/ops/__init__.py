@@ -16,7 +16,7 @@ from .arithmetic import (
     where,
 )
 from .attention import attention
-from .channels import batch_norm, group_norm
+from .channels import batch_norm, group_norm, scale_channels
 from .elementwise import astype, dropout, exp, gelu, log, relu, sigmoid, sqrt, tanh
 from .indices import embedding
 from .losses import cross_entropy, mean_of_sum, squared_error
@@ -61,6 +61,7 @@ __all__ = [
     "relu",
     "reshape",
     "rms_norm",
+    "scale_channels",
     "sigmoid",
     "softmax",
     "sqrt",

@@ -12,9 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ... import kernels
+from ...kernels.precision import wide
 from ..operation import Operation
+from ..recompute import recomputing
+from ..samples import drawn
 from ..tensor import Tensor, unwrap
-from .arithmetic import add, multiply
 from .normalisation import layer_norm
 from .shapes import reshape
 
@@ -55,32 +58,41 @@ def _merged(k: Any, rows: Any, channels: int) -> tuple[Any, Any, Any]:
 def _batch_norm(k, x, weight, bias, eps, peers, what, observe):
     xp, shape = k.xp, x.shape
     rows = x.reshape(shape[0], shape[1], math.prod(shape[2:]))
-    mean, squares = k.channel_moments(rows)
-    count: Any = rows.shape[0] * rows.shape[2]
-    if peers is not None:
-        own = xp.empty(1 + 2 * shape[1], np.float64)
-        own[0] = count
-        own[1 : 1 + shape[1]] = mean
-        own[1 + shape[1] :] = squares
-        count, mean, squares = _merged(k, peers.gather(own, f"{what} forward"), shape[1])
-    else:
-        count = xp.full((), count, np.float64)
-    if observe is not None:
-        observe(count, mean, squares)
+    # A part of forward that is computed again takes the statistics of the first time: peers run it when they like.
+    count, mean, squares = drawn(lambda: _statistics(k, rows, peers, what, observe))
     rstd = 1 / xp.sqrt(squares / xp.maximum(count, 1) + eps)
     out, normal = k.normalise_channels(rows, mean, rstd, weight, bias)
     return out.reshape(shape), (normal, rstd, weight, None if bias is None else bias.dtype, count, shape)
+
+
+def _statistics(k, rows, peers, what, observe):
+    """Return count, mean and squares of the whole batch, and show them to who observes."""
+    xp, channels = k.xp, rows.shape[1]
+    mean, squares = k.channel_moments(rows)
+    count: Any = rows.shape[0] * rows.shape[2]
+    if peers is not None:
+        own = xp.empty(1 + 2 * channels, np.float64)
+        own[0] = count
+        own[1 : 1 + channels] = mean
+        own[1 + channels :] = squares
+        count, mean, squares = _merged(k, peers.gather(own, f"{what} forward"), channels)
+    else:
+        count = xp.full((), count, np.float64)
+    if observe is not None and not recomputing():
+        observe(count, mean, squares)
+    return count, mean, squares
 
 
 def _batch_norm_backward(k, saved, g, wants, eps, peers, what, observe):
     normal, rstd, weight, bias_dtype, count, shape = saved
     g = g.reshape(normal.shape)
     sums = k.channel_sums(g, normal)
-    gradients = [None, None, None]
-    if wants[1] is not None:  # the parameters' gradients are this part's: they are added up like all others
-        gradients[1] = sums[1].astype(weight.dtype)
-    if wants[2] is not None:
-        gradients[2] = sums[0].astype(bias_dtype)
+    # The parameters' gradients are this part's: they are added up like all others.
+    gradients = [
+        None,
+        None if wants[1] is None else sums[1].astype(weight.dtype),
+        None if wants[2] is None else sums[0].astype(bias_dtype),
+    ]
     if peers is not None:
         # Also where nobody here wants it: another replica may, and all take part.
         sums = peers.add(sums.reshape(-1), f"{what} backward").reshape(sums.shape)
@@ -92,7 +104,28 @@ def _batch_norm_backward(k, saved, g, wants, eps, peers, what, observe):
     return tuple(gradients)
 
 
+def _scale_channels(k, x, weight, bias, mean, rstd):
+    rows = x.reshape(x.shape[0], x.shape[1], math.prod(x.shape[2:]))
+    out, normal = k.normalise_channels(rows, mean, rstd, weight, bias)
+    return out.reshape(x.shape), (normal, rstd, weight, None if bias is None else bias.dtype)
+
+
+def _scale_channels_backward(k, saved, g, wants, mean, rstd):
+    normal, rstd, weight, bias_dtype = saved
+    rows = g.reshape(normal.shape)
+    x = gain = shift = None
+    if wants[1] is not None or wants[2] is not None:
+        sums = k.channel_sums(rows, normal)
+        gain = None if wants[1] is None else sums[1].astype(weight.dtype)
+        shift = None if wants[2] is None else sums[0].astype(bias_dtype)
+    if wants[0] is not None:
+        scale = (rstd if weight is None else rstd * weight).astype(wide(g.dtype), copy=False)
+        x = (rows * scale[:, None]).astype(g.dtype, copy=False).reshape(g.shape)
+    return x, gain, shift
+
+
 _apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2))
+_apply_scale_channels = Operation("scale_channels", _scale_channels, _scale_channels_backward, wide=(1, 2))
 
 
 def batch_norm(
@@ -129,6 +162,21 @@ def batch_norm(
     return _apply_batch_norm(x, weight, bias, eps=float(eps), peers=peers, what=what, observe=observe)
 
 
+def scale_channels(x: Any, mean: Any, rstd: Any, weight: Any = None, bias: Any = None) -> Tensor:
+    """Return (x - mean) * rstd * weight + bias, channel by channel, with statistics that are given. **Local.**
+
+    Args:
+        x: (N, C, ...).
+        mean, rstd: arrays (C,), which get no gradient.
+        weight, bias: (C,), or None.
+
+    Raises:
+        ValueError: x without a channel axis, or numbers that do not fit the channels.
+    """
+    _check_channels("scale_channels", x, weight, bias)
+    return _apply_scale_channels(x, weight, bias, mean=unwrap(mean), rstd=unwrap(rstd))
+
+
 def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Tensor:
     """Normalise each group of channels of each sample to mean 0 and variance 1, then scale and shift channels.
 
@@ -154,12 +202,10 @@ def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, *, eps
         )
     size = channels // groups * math.prod(shape[2:])
     out = reshape(layer_norm(reshape(x, (n, groups, size)), shape=(size,), eps=eps), shape)
-    column = (channels,) + (1,) * (len(shape) - 2)
-    if weight is not None:
-        out = multiply(out, reshape(weight, column))
-    if bias is not None:
-        out = add(out, reshape(bias, column))
-    return out
+    if weight is None and bias is None:
+        return out
+    xp, dtype = kernels.of(unwrap(x)).xp, wide(unwrap(x).dtype)
+    return scale_channels(out, xp.zeros(channels, dtype), xp.ones(channels, dtype), weight, bias)
 
 
 def _check_channels(name: str, x: Any, weight: Any, bias: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ...kernels.windows import Windows
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
+from ..wants import WANTED
 
 Pair = int | tuple[int, int]
 
@@ -21,7 +22,18 @@ def _conv2d(k, x, weight, bias, windows, groups, relu):
 
 def _conv2d_backward(k, saved, g, wants, windows, groups, relu):
     x, weight, out = saved
-    return k.conv2d_backward(g, x, weight, out, windows, groups, tuple(want is not None for want in wants))
+    gx, *rest = k.conv2d_backward(
+        g, x, weight, out, windows, groups, tuple(want is not None for want in wants)
+    )
+    return gx, *(_handed(k, want, gradient, weight.dtype) for want, gradient in zip(wants[1:], rest))
+
+
+def _handed(k, want, gradient, dtype):
+    """Hand over a gradient that may be wider than its input: memory of a leaf takes it unrounded."""
+    if want is None or want is WANTED:
+        return None if gradient is None else gradient.astype(dtype, copy=False)
+    k.store(gradient, want.array, want.beta)
+    return want
 
 
 def _max_pool2d(k, x, windows, relu):

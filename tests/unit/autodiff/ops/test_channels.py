@@ -128,6 +128,18 @@ def test_group_norm(shape, groups):
     check(lambda x: ops.group_norm(x, groups, eps=0.1), put(x))
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6, 3), (3, 6, 2, 2), (0, 6, 2)])
+def test_scale_channels(shape):
+    x, weight, bias, mean = array(*shape), array(6), array(6), array(6)
+    rstd = np.linspace(0.5, 2, 6)
+    column = (-1,) + (1,) * (len(shape) - 2)
+    w, b, m, r = (a.reshape(column) for a in (weight, bias, mean, rstd))
+    found = host(ops.scale_channels(put(x), put(mean), put(rstd), put(weight), put(bias)))
+    np.testing.assert_allclose(found, (x - m) * r * w + b, rtol=0, atol=1e-12)
+    check(lambda x, w, b: ops.scale_channels(x, put(mean), put(rstd), w, b), put(x), put(weight), put(bias))
+    check(lambda x: ops.scale_channels(x, put(mean), put(rstd)), put(x))
+
+
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (4,), (0, 4), (3, 1), (3, 0)])
 def test_rms_norm(shape):
     x, weight = array(*shape), array(shape[-1])
