@@ -74,6 +74,7 @@ comm = world.axis("data")
 if CASE == "killed":
     array = comm.allocate(8 << 20).array(np.float64, 1 << 20)
     record(maps())
+    comm.barrier()  # all have, before one dies
     name = "combine" if TRANSPORT == "auto" else "combine_few"
     if world.rank == 1:
         setattr(Combiner, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
