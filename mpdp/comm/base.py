@@ -94,6 +94,11 @@ class Communicator(ABC):
 
     # -- memory
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of this rank's GPU outside of the array module's pool, buffers included, duplicates' too. **Local.**"""
+        return 0
+
     def allocate(self, nbytes: int, device: Device = CPU) -> Buffer:
         """Allocate zeroed memory that this transport can carry without a copy.
 

@@ -30,7 +30,7 @@ from .cuda_lane import MOST_RANKS, GpuLane, Launch, Sizes
 from .cuda_memory import GpuMemory
 
 SMALL_BYTES = 128 << 10
-STAGE_BYTES = 64 << 10
+STAGE_BYTES = 32 << 10  # the lanes of a world's two communicators take 8 MiB, two chunks, at up to 4 ranks
 MAIL_BYTES = 64 << 10
 MOST_BLOCKS = {
     "bulk": 32,
@@ -142,6 +142,10 @@ class CudaIpcCommunicator(Communicator):
         Kernels that must not act on a sum that was never completed read it.
         """
         return self.family.memory.halt
+
+    @property
+    def device_bytes(self) -> int:
+        return self.family.memory.held_bytes
 
     def adopt(self, lane: str) -> None:
         self.host.adopt(lane)

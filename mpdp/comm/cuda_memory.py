@@ -85,7 +85,7 @@ class GpuMemory:
         self._numbers = set(range(1, MOST_REGIONS))  # that no region has; rank 0's are the ones to use
         self._unused: set[int] = set()  # regions without a view on this rank
         self._opened: list[int] = []  # other ranks' memory, in the order in which it was opened
-        self._own: list[int] = []
+        self._own: dict[int, int] = {}  # address of this rank's memory -> bytes
         self.version = 0
         self.regions = gpu.allocate(self._table.nbytes + 16)
         self.halt = self.regions + self._table.nbytes
@@ -94,7 +94,7 @@ class GpuMemory:
         """Do what :func:`share` does, and remember to give it back. **Collective.**"""
         pointers = share(host, self.gpu, nbytes)
         with self._lock:
-            self._own.append(pointers[self.rank])
+            self._own[pointers[self.rank]] = nbytes
             self._opened += [pointer for rank, pointer in enumerate(pointers) if rank != self.rank]
         return pointers
 
@@ -154,10 +154,16 @@ class GpuMemory:
         host.barrier()  # nobody has it open any more
         with self._lock:
             for region in regions:
-                self._own.remove(region.start)
+                del self._own[region.start]
             self._numbers |= numbers
         for region in regions:
             self.gpu.free(region.start)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of this rank's GPU that it has taken, in lanes and in buffers that are not given back yet."""
+        with self._lock:
+            return self._table.nbytes + 16 + sum(self._own.values())
 
     def place(self, array: Any) -> int:
         """Return where an array lies, as kernels of all ranks understand it; 0 if in no region. **Local.**"""
@@ -180,7 +186,7 @@ class GpuMemory:
         self._close([pointer for rank, pointer in enumerate(pointers) if rank != self.rank])
         wait()
         with self._lock:
-            self._own.remove(pointers[self.rank])
+            del self._own[pointers[self.rank]]
         self.gpu.free(pointers[self.rank])
 
     def _close(self, pointers: list[int]) -> None:

@@ -464,8 +464,8 @@ class DataParallel:
         Returns:
             ``parameters`` (with working copies and buffers), ``gradients``, ``optimizer`` (its state, once there was
             a step), ``activations`` (the most that a graph held when its backward began, and what parts that run
-            again add), ``workspace``, and ``peak``. On a GPU ``peak`` is what CuPy's pool has taken, and
-            ``workspace`` the rest of it. On the CPU ``workspace`` is the optimizer's scratch memory, and ``peak``
+            again add), ``workspace``, and ``peak``. On a GPU ``peak`` is what CuPy's pool and the transport have taken,
+            and ``workspace`` the rest of it. On the CPU ``workspace`` is the optimizer's scratch memory, and ``peak``
             the most that the whole process had, Python and data included.
         """
         return self._memory.report(self._replica)

@@ -2,7 +2,7 @@
 
 Arenas and optimizer state are known to the byte. Activations are measured on the tape when backward starts, for a
 graph or a share that is larger than any before. What a call of an operation takes and gives back within itself is seen
-on a GPU alone, in what CuPy's pool holds.
+on a GPU alone, in what CuPy's pool and the transport hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MemoryUse:
             "activations": self.activations,
         }
         if replica.device.kind == "cuda":
-            peak = _pool_bytes(replica.device)
+            peak = _pool_bytes(replica.device) + replica.comm.device_bytes
             return parts | {"workspace": max(0, peak - sum(parts.values())), "peak": peak}
         return parts | {
             "workspace": 0 if optimizer is None else optimizer.scratch_bytes,

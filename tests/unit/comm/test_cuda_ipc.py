@@ -229,10 +229,11 @@ def test_buffers_are_given_back_when_no_rank_uses_them():
     def body(comm):
         memory, gpu = comm.family.memory, comm.gpu
         before = len(gpu.held), len(gpu.opened)
+        lanes = comm.device_bytes
         first = comm.allocate(1000, GPU).array("float32", 250)
         second = comm.allocate(1000, GPU).array("float32", 250)
         view = second[5:10]
-        assert len(memory) == 2
+        assert len(memory) == 2 and comm.device_bytes == lanes + 2000
         del first
         if comm.rank == 0:
             del second
@@ -248,7 +249,7 @@ def test_buffers_are_given_back_when_no_rank_uses_them():
             del second
         gc.collect()
         last = comm.allocate(10, GPU)
-        assert len(memory) == 1
+        assert len(memory) == 1 and comm.device_bytes == lanes + 10
         assert (len(gpu.held), len(gpu.opened)) == (before[0] + 1, before[1] + 1)
         other = comm.duplicate()
         assert other.family is comm.family
@@ -286,6 +287,20 @@ def test_more_ranks_than_the_tables_hold():
             CudaIpcCommunicator(host, GPU, gpu=EmulatedGpu())
 
     in_all(ThreadRanks.world(17), body)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_world_adds_no_more_than_two_chunks(size):
+    """Its communicator and that of the data axis, which is a duplicate, between buffers that are reduced in place."""
+    gpus = [EmulatedGpu() for _ in range(size)]
+    for gpu in gpus:
+        gpu.multiprocessors = 132  # of an H200: the most blocks, and the most memory
+
+    def body(host):
+        comm = CudaIpcCommunicator(host, GPU, gpu=gpus[host.rank])
+        assert comm.duplicate().device_bytes == comm.device_bytes <= 2 * comm.chunk_bytes
+
+    in_all(ThreadRanks.world(size), body)
 
 
 def test_blocks_of_all_ranks_on_a_gpu_fit_on_it_at_once():
