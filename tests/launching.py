@@ -97,11 +97,6 @@ def fault() -> None:
             file.write(str(time.time()))
 
 
-def crowding() -> float:
-    """Return by how much this machine may be slower than one of our own: runnable processes a core, at least 1."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-
-
 @functools.cache
 def mpi() -> tuple[str, str] | None:
     """Return the family of the MPI that mpi4py loads here and its launcher, or None where there is none."""
@@ -149,7 +144,7 @@ def launch(
         arguments: script and its arguments.
         n: ranks.
         form: ``"mpirun"``, ``"mpdp run"`` or ``"python"`` (one process, no launcher).
-        timeout: seconds until each rank's stack is printed and the job is ended; more on a crowded machine.
+        timeout: seconds until each rank's stack is printed and the job is ended.
         environ: variables to set on top; None as a value removes one.
         flags: more flags for the launcher.
         after: called with the command's process when it has started; its ``mark`` is for :func:`marked`.
@@ -208,7 +203,7 @@ def run(
             try:
                 if after is not None:
                     after(process)
-                process.wait(timeout * crowding())
+                process.wait(timeout)
             except subprocess.TimeoutExpired:
                 timed_out = True
             finally:
