@@ -25,6 +25,15 @@ def test_a_world_of_one(gpu, job):
     assert "nccl passed" in result.output or "nccl missing: nccl: expected" in result.output
 
 
+@pytest.mark.parametrize(
+    ("transport", "size"), [("cuda_ipc", 1), ("cuda_ipc", 2), ("cuda_ipc", 3), ("nccl", 1)]
+)
+def test_a_step_in_a_graph(gpu, job, transport, size):
+    form = "python" if size == 1 else "mpirun"
+    result = job(PROGRAMS / "captured.py", transport, n=size, form=form, timeout=120).check()
+    assert result.output.count(f"over {transport}") == size
+
+
 @pytest.mark.parametrize(("transport", "size"), [("cuda_ipc", 2), ("cuda_ipc", 4), ("staged", 3)])
 def test_training_equals_that_on_the_cpu(gpu, job, size, transport):
     result = job(
