@@ -192,7 +192,7 @@ class CudaIpcCommunicator(Communicator):
         self._enter("all_reduce", lane)
         try:
             launch = self._launch("all_reduce", array, lane, None, -1, op)
-            return _Started(self, self._lanes[lane].start(launch))
+            return _Started(self, self._lanes[lane].start(launch, array, self.spans))
         finally:
             self.activity.leave()
 
@@ -262,7 +262,7 @@ class CudaIpcCommunicator(Communicator):
     def _run(
         self, name: str, array: Any, lane: str, bounds: Sequence[int] | None, root: int, op: str = ""
     ) -> None:
-        self._lanes[lane].run(self._launch(name, array, lane, bounds, root, op))
+        self._lanes[lane].run(self._launch(name, array, lane, bounds, root, op), array, self.spans)
 
     def _launch(
         self, name: str, array: Any, lane: str, bounds: Sequence[int] | None, root: int, op: str

@@ -16,6 +16,7 @@ import numpy as np
 
 from .cuda_gpu import CudaGpu
 from .cuda_memory import GpuMemory
+from .spans import Spans
 
 MOST_RANKS = 16  # room in the tables of direct.cu
 HOST_WORDS = 32
@@ -163,20 +164,27 @@ class GpuLane:
         built = (dtype, self._size, copies)
         return self._gpu.prepare("collective", built, blocks, threads, (self._structure, _structure(call)))
 
-    def run(self, launch: Launch) -> None:
+    def run(self, launch: Launch, array: Any = None, spans: Spans | None = None) -> None:
         """Launch a kernel among what the calling thread submits to its current stream.
 
         **Collective**, a message **local**.
+
+        Args:
+            launch: see :meth:`plan`.
+            array: what it works on.
+            spans: where to note when it runs.
         """
         current = self._gpu.current()
         self._follow(current)
-        launch(current)
-        self._last = current
+        self._launch(launch, current, array, spans)
 
-    def start(self, launch: Launch) -> Any:
+    def start(self, launch: Launch, array: Any = None, spans: Spans | None = None) -> Any:
         """Launch a kernel behind what the calling thread has submitted, beside what it submits from now on.
 
         **Collective.**
+
+        Args:
+            launch, array, spans: see :meth:`run`.
 
         Returns:
             an event behind it.
@@ -187,11 +195,19 @@ class GpuLane:
         gpu.join(stream, self._event)
         if self._last is not current:
             self._follow(stream)
-        launch(stream)
-        self._last = stream
+        self._launch(launch, stream, array, spans)
         event = gpu.event()
         gpu.mark(event, stream)
         return event
+
+    def _launch(self, launch: Launch, stream: Any, array: Any, spans: Spans | None) -> None:
+        if spans is None or self._gpu.capturing(stream):  # an event inside a graph has no time
+            launch(stream)
+        else:
+            begin = spans.mark(stream)
+            launch(stream)
+            spans.add_on_stream(self.name, spans.label(array), begin, spans.mark(stream), array.nbytes)
+        self._last = stream
 
     def _follow(self, stream: Any) -> None:
         """Let a stream go on behind the lane's last kernel."""

@@ -7,6 +7,7 @@ import re
 import time
 
 import pytest
+import traces
 from launching import PROGRAMS
 
 CUDA_IPC = {"MPDP_TRANSPORT": "cuda_ipc"}
@@ -32,6 +33,27 @@ def test_a_step_in_a_graph(gpu, job, transport, size):
     form = "python" if size == 1 else "mpirun"
     result = job(PROGRAMS / "captured.py", transport, n=size, form=form, timeout=120).check()
     assert result.output.count(f"over {transport}") == size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_timeline_has_a_row_of_each_lanes_kernels(gpu, job, size, tmp_path):
+    words = [
+        "bench",
+        "train",
+        "mlp",
+        "--device",
+        "cuda",
+        "--quick",
+        "--batch",
+        "8",
+        "--trace",
+        tmp_path / "trace.json",
+    ]
+    job(PROGRAMS / "command.py", *words, n=size, timeout=120, environ=CUDA_IPC).check()
+    events = traces.load(tmp_path / "trace.json", size)["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    kernels = {(e["pid"], rows[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
+    assert {(rank, "stream bulk", "chunk 0") for rank in range(size)} <= kernels
 
 
 @pytest.mark.parametrize(("transport", "size"), [("cuda_ipc", 2), ("cuda_ipc", 4), ("staged", 3)])

@@ -7,12 +7,13 @@ import emulated_gpu
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_gpu import Array, EmulatedGpu, ThreadRanks, in_all
+from emulated_gpu import Array, CountedMarks, EmulatedGpu, ThreadRanks, in_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpdp.comm.cuda_ipc import CudaIpcCommunicator
 from mpdp.comm.cuda_lane import ABORT, Sizes
+from mpdp.comm.spans import STREAM, Spans
 from mpdp.device import CPU, Device
 from mpdp.errors import CommunicationError, DeviceError, RankFailedError
 
@@ -466,3 +467,27 @@ def test_a_capture_takes_no_order_from_what_ran_before_it():
     gpu.captured, gpu.now = set(), "other"
     lane.run(lambda stream: None)
     assert gpu.asked() == ["other behind main"]
+
+
+def test_a_kernel_is_noted_on_the_stream_that_it_runs_on():
+    gpu = _LoggedGpu()
+    comm = CudaIpcCommunicator(ThreadRanks.world(1)[0], GPU, gpu=gpu, **TINY)
+    spans = Spans(1, streams=CountedMarks())
+    spans.begin_step()
+    comm.note(spans)
+    chunk, flag = private(np.ones(100, np.float32)), private(np.ones(2))
+    spans.labels = {id(chunk): "chunk 0"}
+    comm.start_all_reduce(chunk).wait()
+    comm.all_reduce(flag, lane="urgent")
+    gpu.captured = {"lane", "main"}
+    comm.start_all_reduce(chunk).wait()
+    comm.all_reduce(flag, lane="urgent")
+    gpu.captured = set()
+    comm.note(None)
+    comm.all_reduce(flag)
+    found = [span for span in spans.finished()[0] if span.kind == STREAM]
+    assert [span[:6] for span in found] == [
+        ("stream bulk", "chunk 0", STREAM, 1, 2, 400),
+        ("stream urgent", "message", STREAM, 3, 4, 16),
+    ]
+    assert spans.streams.marked == ["lane", "lane", "main", "main"]
