@@ -65,6 +65,7 @@ class CudaIpcCommunicator(Communicator):
         stage_bytes: what a block moves through a stage at once.
         mail_bytes: what :meth:`send` moves at once.
         share_bytes: what a block sums in words that carry their own flag.
+        chunk_bytes: see :class:`Communicator`.
         most_blocks: most blocks of a launch, by lane; fewer where ranks share a GPU, since the blocks of
             all ranks must be able to run at once.
         gpu: how to use the GPU; the default is CUDA.
@@ -86,6 +87,7 @@ class CudaIpcCommunicator(Communicator):
         stage_bytes: int = STAGE_BYTES,
         mail_bytes: int = MAIL_BYTES,
         share_bytes: int = SHARE_BYTES,
+        chunk_bytes: int | None = None,
         most_blocks: dict[str, int] | None = None,
         gpu: Any = None,
     ) -> None:
@@ -98,6 +100,7 @@ class CudaIpcCommunicator(Communicator):
             "share_bytes": share_bytes,
         }
         self._most_blocks = most_blocks
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
         if self.size > MOST_RANKS:
             raise on_all_ranks(
                 CommunicationError(
@@ -138,6 +141,7 @@ class CudaIpcCommunicator(Communicator):
             self.device,
             family=self.family,
             **self._lengths,
+            chunk_bytes=self.chunk_bytes,
             most_blocks=self._most_blocks,
         )
 

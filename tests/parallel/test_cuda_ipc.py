@@ -3,12 +3,15 @@
 Without CUDA's MPS ranks that share a GPU take turns on it, and each barrier takes milliseconds: right, but slow.
 """
 
+import json
 import re
 import time
 
 import pytest
 import traces
 from launching import PROGRAMS
+
+from mpdp.comm.tuned import TUNABLE
 
 CUDA_IPC = {"MPDP_TRANSPORT": "cuda_ipc"}
 
@@ -69,6 +72,27 @@ def test_auto_says_once_what_it_took_and_why(gpu, job):
     result = job(PROGRAMS / "gpu_where.py", n=2, timeout=60).check()
     reason = r"transport cuda_ipc \(all ranks are on one node and have each other's GPU memory mapped\)"
     assert len(re.findall(reason, result.output)) == 1
+
+
+def test_tuning_is_kept_for_the_next_start(gpu, job, tmp_path):
+    environ = {**CUDA_IPC, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = [
+        "bench",
+        "all-reduce",
+        "--tune",
+        "--device",
+        "cuda",
+        "--quick",
+        "--json",
+        tmp_path / "tuned.json",
+    ]
+    job(PROGRAMS / "command.py", *words, n=2, timeout=120, environ=environ).check()
+    row = json.loads((tmp_path / "tuned.json").read_text())["tuned"]["cuda_ipc"]
+    assert set(row["sizes"]) == set(TUNABLE["cuda_ipc"])
+    assert all(seconds > 0 for seconds in row["measured"]["small_bytes"]["two_phases_us"].values())
+    result = job(PROGRAMS / "gpu_where.py", n=2, timeout=60, environ=environ).check()
+    sizes = ", ".join(f"{name} {size}" for name, size in row["sizes"].items())
+    assert f"transport cuda_ipc (as asked for; tuned: {sizes})" in result.output, f"{result}"
 
 
 def test_nccl_refuses_ranks_that_share_a_gpu(gpu, job):
