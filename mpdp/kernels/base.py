@@ -27,6 +27,7 @@ from ..device import CPU, Device
 from .updates import UpdateKernels
 
 if TYPE_CHECKING:
+    from .plan_book import PlanBook
     from .windows import Windows
 
 Array = Any  # a NumPy or CuPy array
@@ -40,11 +41,13 @@ class Kernels(UpdateKernels):
         xp: the array module, ``numpy`` or ``cupy``.
         device_kind: ``"cpu"`` or ``"cuda"``.
         device: the device.
+        plan_book: what libraries' plans are looked up in; nothing asks that of a CPU.
     """
 
     xp: ModuleType
     device_kind: str
     device: Device = CPU
+    plan_book: PlanBook
 
     # -- the device and the step ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from .channels import CpuChannels
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
 from .cpu_windows import CpuWindows
+from .plan_book import PlanBook
 from .precision import is_floating, is_half, rounded_once, wide
 from .updates import CpuUpdates
 
@@ -35,6 +36,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
 
     xp: ModuleType = np
     device_kind = "cpu"
+
+    def __init__(self) -> None:
+        self.plan_book = PlanBook()
 
     def from_host(self, array: Array) -> Array:
         return np.asarray(array)
