@@ -109,8 +109,8 @@ class CudaProducts(CudaBase):
             bias is None or (bias.dtype == call.dtype and bias.flags.c_contiguous)
         ):
             at_x, at_weight, at_bias = x.data.ptr, weight.data.ptr, 0 if bias is None else bias.data.ptr
-            low = (at_x | at_weight | at_bias) & 15
-            plan = self._plan(call, low) if low or call.plan is None else call.plan
+            if not (at_x | at_weight | at_bias) & 15:  # epilogues read the bias in packs
+                plan = self._plan(call, 0) if call.plan is None else call.plan
         if plan is None:
             return self._linear_in_parts(x, weight, bias, activation)
         out = self.xp.empty(call.shape, call.dtype)
@@ -229,6 +229,8 @@ class CudaProducts(CudaBase):
         call = _Call(None, shape, dtype)
         if not is_floating(dtype) or b.dtype != dtype or not _writes(dtype, written):
             return call
+        if dtype == np.float64 and "GELU" in epilogue:  # cuBLASLt's is right to ten digits only
+            return call
         if math.prod(shape) == 0 or a.shape[-1] == 0:
             return call
         left, right = (_laid_out(x.shape, x.strides, dtype.itemsize, batch) for x in (a, b))
@@ -282,8 +284,6 @@ class CudaProducts(CudaBase):
                 x if _laid_out(x.shape, x.strides, dtype.itemsize, batch) else xp.ascontiguousarray(x)
                 for x in (a, b)
             )
-            if left is a and right is b:
-                raise AssertionError("a contiguous array can be read")
             left, right = (
                 x
                 if _laid_out(x.shape, x.strides, dtype.itemsize, batch)

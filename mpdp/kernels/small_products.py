@@ -39,7 +39,8 @@ class SmallProduct:
         self.built = (
             "BM", down, "BN", across, "TM", tm, "TN", tn, "SPLIT", split, "RELU", _EPILOGUES[p.epilogue],
             "ALONG_A", 1 - p.transposed_a, "ALONG_B", p.transposed_b,
-            "PACKED_A", int(packed and p.stride_a % 4 == 0), "PACKED_B", int(packed and p.stride_b % 4 == 0),
+            "PACKED_A", int(packed and (p.stride_a | (p.rows if p.transposed_a else p.inner)) % 4 == 0),
+            "PACKED_B", int(packed and (p.stride_b | (p.inner if p.transposed_b else p.columns)) % 4 == 0),
         )  # fmt: skip
         self.grid = (-(-p.columns // across), -(-p.rows // down), split)
         self.threads = (down // tm) * (across // tn)

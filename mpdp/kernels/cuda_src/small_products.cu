@@ -2,8 +2,8 @@
 //
 // The SPLIT blocks of a cluster take one tile of BM x BN and a slice of the inner length each; their parts are added
 // through each other's shared memory, in the order of the slices: no second kernel, and the same bits each time.
-// ALONG_A, ALONG_B 1: neighbours in memory are neighbours along the inner length. PACKED_A, PACKED_B 1: addresses and
-// strides allow four floats at once. A thread computes TM x TN elements.
+// ALONG_A, ALONG_B 1: neighbours in memory are neighbours along the inner length. PACKED_A, PACKED_B 1: addresses,
+// strides and lengths are multiples of four floats. A thread computes TM x TN elements.
 
 #define BK 32
 #define ACROSS (BN / TN)
@@ -13,6 +13,23 @@
 // nor reading along rows meets one bank twice.
 template <int ROWS> __device__ __forceinline__ int place(int k, int row) {
     return k * ROWS + (row ^ (4 * (k / 4 % ((ROWS < 32 ? ROWS : 32) / 4))));
+}
+
+// Loads under a condition, 0 otherwise: without a branch, which would wait for each of them.
+__device__ __forceinline__ Four<float> four_if(bool ok, const float* at) {
+    Four<float> out;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; mov.f32 %2, 0f00000000;"
+        " mov.f32 %3, 0f00000000; @p ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&f"(out.v[0]), "=&f"(out.v[1]), "=&f"(out.v[2]), "=&f"(out.v[3]) : "l"(at), "r"((int)ok));
+    return out;
+}
+
+__device__ __forceinline__ float one_if(bool ok, const float* at) {
+    float out;
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.f32 %0, 0f00000000; @p ld.global.f32 %0, [%1]; }"
+                 : "=&f"(out) : "l"(at), "r"((int)ok));
+    return out;
 }
 
 // What a thread carries from one operand's memory to shared memory.
@@ -34,11 +51,11 @@ template <int ROWS, int ALONG, int PACKED> struct Carried {
             k += k0, row += row0;
             int left = k < end && row < rows ? (ALONG ? end - k : rows - row) : 0;
             const float* at = x + (ALONG ? (i64)row * stride + k : (i64)k * stride + row);
-            if (PACKED && left >= 4) {
-                parts[p] = *(const Four<float>*)at;
+            if (PACKED) {  // then all four are there or none
+                parts[p] = four_if(left > 0, at);
             } else {
                 #pragma unroll
-                for (int j = 0; j < 4; j++) parts[p].v[j] = j < left ? at[j] : 0.0f;
+                for (int j = 0; j < 4; j++) parts[p].v[j] = one_if(j < left, at + j);
             }
         }
     }

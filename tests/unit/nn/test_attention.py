@@ -63,7 +63,9 @@ def test_transformer_block():
     middle = x + block.attention(block.norm1(x), key_mask)
     up = ops.linear(block.norm2(middle), block.up.weight, block.up.bias)
     expected = middle + block.down(ops.gelu(up))
-    np.testing.assert_allclose(host(block(x, key_mask)), host(expected), rtol=0, atol=1e-10)  # a GPU's own tanh
+    np.testing.assert_allclose(
+        host(block(x, key_mask)), host(expected), rtol=0, atol=1e-10
+    )  # a GPU's own tanh
 
 
 def test_dropout_follows_the_samples():
