@@ -148,7 +148,7 @@ def _mpi(problems: list[Problem]) -> dict[str, Any]:
 def _cores() -> dict[str, Any]:
     from threadpoolctl import threadpool_info
 
-    from .. import threads
+    from .. import cores
 
     pools = [
         {"library": pool["internal_api"], "version": pool.get("version"), "threads": pool["num_threads"]}
@@ -156,9 +156,9 @@ def _cores() -> dict[str, Any]:
     ]
     return {
         "machine": os.cpu_count(),
-        "in_reach": threads.cores(),
+        "in_reach": cores.cores(),
         "blas": pools,
-        "set_by_user": {name: os.environ[name] for name in threads.VARIABLES if name in os.environ},
+        "set_by_user": {name: os.environ[name] for name in cores.VARIABLES if name in os.environ},
     }
 
 
@@ -197,7 +197,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
     """Add what the ranks of this job see; every rank returns the same problems. **Collective.**"""
     from mpi4py import MPI
 
-    from .. import threads
+    from .. import cores
     from ..world import blas_threads, init
 
     world = init()
@@ -207,7 +207,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         "host": platform.node(),
         "local_rank": world.local_rank,
         "device": str(world.device),
-        "cores_in_reach": threads.cores(),
+        "cores_in_reach": cores.cores(),
         "blas_threads": blas_threads(),
         "python": platform.python_version(),
         "mps": report["gpus"].get("mps"),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import threads
+from .. import cores
 from ..device import Device
 from .agreement import on_root
 from .base import Communicator
@@ -55,7 +55,7 @@ def hardware(mpi: MpiCommunicator, device: Device, num_nodes: int) -> Hardware:
     """Return what measured sizes hold for, as this rank sees it. **Local.**"""
     found: Hardware = {
         "processor": processor(),
-        "cores": threads.cores(),
+        "cores": cores.cores(),
         "ranks": mpi.size,
         "nodes": num_nodes,
         "mpi": mpi.vendor,
