@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import LaunchError
 from ..cores import VARIABLES, cores, per_rank
+from ..errors import LaunchError
 from .command import Command, Host, build, count_gpus, parse_hosts
 
 _ABOUT = """\

@@ -22,7 +22,6 @@ from .lane import PIECE_BYTES, Lane, lane_bytes
 from .lane import small_bytes as default_small_bytes
 from .regions import Regions
 
-
 _LOOK = 0.05  # seconds between two looks for a failure while mail is waited for
 
 
