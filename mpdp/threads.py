@@ -2,8 +2,8 @@
 
 :func:`run` calls a function once in each of n threads; ``mpdp run --threads`` runs a script so. In such a thread
 :func:`mpdp.init` returns the world of threads: its own rank, device and stream, and the ``threads`` transport. What the
-ranks share is the process: imported modules and whatever they hold, ``sys.argv``, the environment, the working directory
-and the handlers of signals, which run in the main thread alone; it works on nothing and waits for the ranks.
+ranks share is the process: imported modules and whatever they hold, ``sys.argv``, the environment, the working
+directory and the handlers of signals, which run in the main thread alone; it works on nothing and waits for the ranks.
 
 Owns the threads, the watch over them, and the end of all when one fails. Read ``world`` for what a rank joins,
 ``comm/thread_memory`` for how it talks.
@@ -48,13 +48,13 @@ def run(
 ) -> list[T]:
     """Call ``function()`` in each of n threads of this process, each a rank of one world.
 
-    **Local.** Returns when all have ended. In the function :func:`mpdp.init` (and what calls it) gives the rank's world;
-    seeds, ``no_grad`` and the like start as in a new process. CPU ranks share the cores: BLAS gets cores / n threads.
+    **Local.** Returns when all have ended. In the function :func:`mpdp.init` (and what calls it) gives the rank's
+    world; seeds, ``no_grad`` and the like start as in a new process. CPU ranks share the cores: BLAS gets cores / n threads.
 
     Args:
         function: what each rank does. Each should build its own model and data: objects from outside are shared.
         n: ranks; default: one a device, else 2.
-        devices: the device of each rank; default: what each asks ``init`` for, as a process of its local rank would get.
+        devices: the device of each rank; default: what each asks ``init`` for, as a process of its rank would get.
 
     Returns:
         what each rank returned, by rank.
@@ -223,8 +223,8 @@ class Group:
         device, why = choose_device(asked, rank, environ)
         if environ.get(VISIBLE) != os.environ.get(VISIBLE):
             raise DeviceError(
-                f"device cuda: expected GPUs, got slices of them in {VISIBLE}, of which CUDA shows a process one; start "
-                "processes instead of threads"
+                f"device cuda: expected GPUs, got slices of them in {VISIBLE}, of which CUDA shows a process "
+                "one; start processes instead of threads"
             )
         return device, why
 

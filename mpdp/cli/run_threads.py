@@ -1,7 +1,7 @@
 """``python -m mpdp.cli.run_threads N script.py ...``: run a script once in each of N threads; ``mpdp run --threads``.
 
-Owns what a script finds: ``sys.argv``, the first entry of ``sys.path``, and a ``__main__`` of its own in each thread, so
-that its global names are not shared. ``sys.modules["__main__"]`` can be one module only: rank 0's.
+Owns what a script finds: ``sys.argv``, the first entry of ``sys.path``, and a ``__main__`` of its own in each thread,
+so that its global names are not shared. ``sys.modules["__main__"]`` can be one module only: rank 0's.
 """
 
 from __future__ import annotations

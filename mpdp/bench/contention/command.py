@@ -370,8 +370,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the launches as lines for people."""
     width = max((len(row["row"]) for row in rows), default=0)
     lines = [
-        f"{'launches':<{width}}  k  enqueued/s  completed/s  scaling of both         p50 us   p99 us  p99.9 us    max us  "
-        "accepted"
+        f"{'launches':<{width}}  k  enqueued/s  completed/s  {'scaling of both':<20}  "
+         "  p50 us   p99 us  p99.9 us    max us  accepted"
     ]
     for row in rows:
         counts = f"{row['accepted']} of {row['accepted'] + row['refused']}"

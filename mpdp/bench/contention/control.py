@@ -27,7 +27,9 @@ def cores_in_order(reach: Sequence[int] | None = None) -> list[int]:
             if hasattr(os, "sched_getaffinity")
             else range(os.cpu_count() or 1)
         )
-    first, second, seen = [], [], set()
+    first: list[int] = []
+    second: list[int] = []
+    seen: set[str] = set()
     for cpu in reach:
         try:
             path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

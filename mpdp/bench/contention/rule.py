@@ -1,7 +1,7 @@
 """The rule by which the figures become a verdict; written before the run, and the same for every machine.
 
-Verdict arms: null kernels in a loop of C, by k threads without Python in one process and by k processes, with k the most
-workers that have a core each (and a GPU each, where there are several). A scaling is the rate of k workers over that of
+Verdict arms: null kernels in a loop of C, by k threads without Python in one process and by k processes, with k the
+most workers that have a core each (and a GPU each, where there are several). A scaling is the rate of k workers over that of
 one, of what the GPUs completed where there are several, of enqueueing on one GPU, whose front end the workers share.
 
 1. A verdict arm with fewer accepted repetitions than wanted: ``undecided (cores busy)``.
@@ -104,8 +104,7 @@ def _open(gpus: int) -> tuple[str, ...]:
         return ("without a GPU the driver's lock is not measured: the launches here are mocks",)
     if gpus == 1:
         return (
-            "one GPU cannot decide whether processes train faster: its front end is shared, and contexts of several "
-            "processes take turns",
+            "one GPU cannot decide whether processes train faster: its front end is shared, and contexts take turns",
         )
     return ()
 

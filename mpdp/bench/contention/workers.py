@@ -1,4 +1,4 @@
-"""Who launches: one thread, k threads, k threads with a lock of the user's or one submitter, threads of C, processes."""
+"""Who launches: one thread, k threads (free, with a user's lock, or with one submitter), threads of C, processes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from . import loops as c
@@ -202,7 +203,7 @@ class Workers:
             run = targets[i].from_c if arm.loop == "c" else targets[i].from_python
             return run(n, start_at, arm.workers == "mutex")
 
-        return Run(n, start_at, _in_threads([lambda i=i: work(i) for i in range(len(targets))]))
+        return Run(n, start_at, _in_threads([partial(work, i) for i in range(len(targets))]))
 
     def _run_one(self, targets: list[Target], n: int, start_at: int, cpus: Sequence[int]) -> Run:
         """Let one thread launch for all; the latencies are those of its calls, in turn."""
@@ -278,7 +279,7 @@ class Workers:
                 rooms[i].acquire()
                 waiting.put((i, number, clock()))
 
-        _in_threads([submit, *(lambda i=i: hand(i) for i in range(len(targets)))])
+        _in_threads([submit, *(partial(hand, i) for i in range(len(targets)))])
         return Run(n, start_at, timings)
 
     def close(self) -> None:

@@ -39,7 +39,9 @@ def on_ranks(size, body):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "uint8", "int32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "name", ["float16", "bfloat16", "float32", "float64", "uint8", "int32", "int64", "uint64"]
+)
 def test_all_reduce_adds_in_the_order_of_ranks(gpu, size, name):
     dtype = dtype_of(name)
 
@@ -100,7 +102,9 @@ def test_the_other_calls(gpu, size):
     for rank, made in enumerate(on_ranks(size, body)):
         assert (made["broadcast"] == parts[-1]).all()
         for r in range(size):
-            assert (made["all_gather"][bounds[r] : bounds[r + 1]] == parts[r][bounds[r] : bounds[r + 1]]).all()
+            assert (
+                made["all_gather"][bounds[r] : bounds[r + 1]] == parts[r][bounds[r] : bounds[r + 1]]
+            ).all()
         assert (made["reduce_scatter"] == total[bounds[rank] : bounds[rank + 1]]).all()
         if rank == 0:
             assert (made["reduce"] == total).all()
