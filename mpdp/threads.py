@@ -49,7 +49,8 @@ def run(
     """Call ``function()`` in each of n threads of this process, each a rank of one world.
 
     **Local.** Returns when all have ended. In the function :func:`mpdp.init` (and what calls it) gives the rank's
-    world; seeds, ``no_grad`` and the like start as in a new process. CPU ranks share the cores: BLAS gets cores / n threads.
+    world; seeds, ``no_grad`` and the like start as in a new process. CPU ranks share the cores: BLAS gets cores / n
+    threads.
 
     Args:
         function: what each rank does. Each should build its own model and data: objects from outside are shared.

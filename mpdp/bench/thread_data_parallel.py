@@ -5,8 +5,8 @@ gathers the outputs on one device; backward sums the gradients of all replicas i
 updates. So all parameters go out and all gradients come in at the first device in each step.
 
 Source: PyTorch, ``torch/nn/parallel/data_parallel.py`` and its scatter, replicate, parallel_apply and gather.
-Deviations: backward is a call here (:meth:`DataParallel.backward`), since a graph of mpdp runs in one thread; inputs get
-no gradient; and replicas on one device share the original's parameters instead of copies.
+Deviations: backward is a call here (:meth:`DataParallel.backward`), since a graph of mpdp runs in one thread;
+inputs get no gradient; and replicas on one device share the original's parameters instead of copies.
 """
 
 from __future__ import annotations

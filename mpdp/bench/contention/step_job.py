@@ -56,4 +56,5 @@ def main(name: str, device: str, batch: int) -> None:
             parent.send(seconds)
 
 
-main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
