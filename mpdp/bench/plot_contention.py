@@ -50,7 +50,9 @@ def plot_contention(result: dict[str, Any], path: str) -> None:
         ylabel="share that is longer",
     )
     for i, made in enumerate(result["steps"]):
-        names = list(made["blocks"])
+        names = [name for name, seconds in made["blocks"].items() if seconds]
+        if not names:  # the cores were busy
+            continue
         places = np.arange(len(names)) + i * (len(names) + 1)
         steps.boxplot([np.array(made["blocks"][name]) * 1e6 for name in names], positions=places)
         for place, name in zip(places, names):
@@ -58,7 +60,8 @@ def plot_contention(result: dict[str, Any], path: str) -> None:
                 f"{name}, {made['kind']}", (place, 0), rotation=90, fontsize=7, ha="center", va="bottom"
             )
     steps.set(ylabel="step, us", ylim=(0, None), xticks=[])
-    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
+    if rows:
+        figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     title = result.get("gpu", result["processor"])
     figure.suptitle(f"threads or processes: {title}\n{result['verdict']}", fontsize=9)
     figure.savefig(path, dpi=130)

@@ -26,18 +26,18 @@ from ...cores import cores
 from ...errors import CommunicationError, MpdpError
 from . import loops as c
 from .arms import KS, plan, verdict_rows
-from .control import Control, cores_in_order
+from .control import LEAST, Control, cores_in_order
 from .driver import driver
 from .figures import interval, summary
 from .kept import keep as keep_verdict
-from .rounds import Rounds
-from .rule import Verdict, advise, decide
+from .rounds import ATTEMPTS, Rounds
+from .rule import Verdict, advise, decide, readings
 from .steps import Steps, torch_blocks
 from .workers import NO_MPS, Processes, Workers, environment
 
 REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
-ARMS_SECONDS = {"quick": 14.0, "default": 80.0, "full": 3600.0}  # after which no repetition begins
+ARMS_SECONDS = {"quick": 14.0, "default": 75.0, "full": 3600.0}  # after which no repetition begins
 STEPS_SECONDS = {"quick": 12.0, "default": 40.0, "full": 1800.0}
 STEP_BLOCK = {"quick": 0.15, "default": 0.3, "full": 1.0}
 _BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
@@ -113,6 +113,7 @@ class _Run:
             "processes": environment(mps=False),
             **({"processes MPS": served} if mps else {}),
         }
+        self.control = Control(self.cpus)
         self.loops = c.loops()
         if isinstance(self.loops, str):
             self.note(f"loops of C are left out, and the verdict with them: {self.loops}")
@@ -145,7 +146,7 @@ class _Run:
         about = self.about()
         try:
             samples, costs, complete = self._launches(file, about)
-            rows = summary(samples)
+            rows = sorted(summary(samples), key=lambda row: (self.order.index(row["row"]), row["k"]))
             self.print(_table(rows))
             steps = self._steps(file, torch_python)
         finally:
@@ -155,9 +156,12 @@ class _Run:
         verdict = self._decide(rows)
         launch_bound = next((each for each in steps if each["kind"] == "launch-bound"), None)
         blocks = {} if launch_bound is None else dict(launch_bound["blocks"])
-        if "processes MPS" in blocks:
+        if blocks.get("processes MPS"):
             blocks["processes"] = blocks["processes MPS"]
         advice = advise(blocks, self.gpus, on_cpu=self.gpus == 0)
+        told = [] if verdict.k is None else readings(rows, verdict.k)
+        for each in told:
+            self.print(each)
         for each in verdict.open_questions:
             self.print(f"open: {each}")
         if not complete:
@@ -175,6 +179,7 @@ class _Run:
             "rows": rows,
             "steps": steps,
             "process_costs": costs,
+            "readings": told,
             "training": advice,
             "open": verdict.open_questions,
             "word": verdict.word,
@@ -228,6 +233,7 @@ class _Run:
             file.write(json.dumps({"about": about}) + "\n")
         cupy = bool(self.gpus) and importlib.util.find_spec("cupy") is not None
         arms = plan(self.extent, self.gpus, self.ks, self.mps, not isinstance(self.loops, str), cupy)
+        self.order = list(dict.fromkeys(arm.row for arm in arms))
         processes = {name: Processes(environ) for name, environ in self.environments.items()}
         if self.gpus:
             for each in processes.values():
@@ -237,7 +243,7 @@ class _Run:
             rounds = Rounds(
                 workers,
                 arms,
-                Control(self.cpus),
+                self.control,
                 self.cpus,
                 repetitions=REPETITIONS[self.extent],
                 seconds=SECONDS[self.extent],
@@ -314,15 +320,25 @@ class _Run:
         blocks: dict[str, list[float]] = {name: [] for name in steps.names}
         lengths = {name: max(1, int(length / steps.block(name, 3))) for name in steps.names}
         order = random.Random(0)
-        for _ in range(REPETITIONS[self.extent]):
-            names = steps.names
+        refused = dict.fromkeys(steps.names, 0)
+        wanted = REPETITIONS[self.extent]
+        for _ in range((1 + ATTEMPTS) * wanted):
+            names = [name for name in steps.names if len(blocks[name]) < wanted]
             order.shuffle(names)
             for name in names:
-                if time.monotonic() > until and blocks[name]:
-                    continue
-                blocks[name].append(steps.block(name, lengths[name]))
+                if time.monotonic() > until:
+                    break
+                before = self.control(steps.k)
+                seconds = steps.block(name, lengths[name])
+                after = self.control(steps.k)
+                accepted = min(before, after) >= LEAST
+                if accepted:
+                    blocks[name].append(seconds)
+                else:
+                    refused[name] += 1
                 if file is not None:
-                    file.write(json.dumps({"step": kind, "job": name, "seconds": blocks[name][-1]}) + "\n")
+                    sample = {"step": kind, "job": name, "seconds": seconds, "control": [before, after]}
+                    file.write(json.dumps({**sample, "accepted": accepted}) + "\n")
         return {
             "kind": kind,
             "workload": steps.workload,
@@ -330,6 +346,7 @@ class _Run:
             "batch_per_rank": steps.batch,
             "about": steps.about,
             "blocks": blocks,
+            "refused": refused,
         }
 
     def _torch(self, made: dict[str, Any], python: str | None, k: int, batch: int) -> None:
@@ -395,9 +412,12 @@ def _steps_table(made: dict[str, Any]) -> str:
     ]
     first = blocks.get("threads")
     for name, seconds in blocks.items():
-        against = ""
+        against = f", {made['refused'].get(name, 0)} blocks refused"
+        if not seconds:
+            lines.append(f"  {name:<14} (cores busy){against}")
+            continue
         if first and name != "threads":
             value, low, high = interval(first, seconds)
-            against = f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
+            against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
         lines.append(f"  {name:<14} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
     return "\n".join(lines)

@@ -35,11 +35,13 @@ class Verdict:
         word: ``"no contention"``, ``"lock"`` or ``"undecided"``.
         line: for people, with ``verdict: `` before it.
         open_questions: what this machine cannot decide.
+        k: the number of workers that decided; None where none did.
     """
 
     word: str
     line: str
     open_questions: tuple[str, ...] = ()
+    k: int | None = None
 
 
 def decide(
@@ -81,18 +83,34 @@ def decide(
     of_threads, of_processes = found[threads, k][scaling], found[processes, k][scaling]
     told = f"{k} threads launch {_told(of_threads)} of one, {k} processes {_told(of_processes)}, on {machine}"
     if of_threads[0] >= SCALES * k:
-        return Verdict("no contention", f"no contention here: {told}", unsettled)
+        return Verdict("no contention", f"no contention here: {told}", unsettled, k)
     if of_processes[0] < SCALES_APART * k:
-        return Verdict("undecided", f"undecided (processes do not scale either): {told}", unsettled)
+        return Verdict("undecided", f"undecided (processes do not scale either): {told}", unsettled, k)
     alone, together = found[threads, 1], found[threads, k]
     waits = together["p99_us"] >= WAITS * alone["p99_us"] or (
         (together["voluntary_switches"] or 0) > (alone["voluntary_switches"] or 0)
     )
     if not waits:
-        return Verdict(
-            "undecided", f"undecided (threads are slower, but are not seen to wait): {told}", unsettled
-        )
-    return Verdict("lock", f"the driver's lock is real here: {told}", unsettled)
+        why = "threads are slower, but are not seen to wait"
+        return Verdict("undecided", f"undecided ({why}): {told}", unsettled, k)
+    return Verdict("lock", f"the driver's lock is real here: {told}", unsettled, k)
+
+
+def readings(rows: Sequence[Mapping[str, Any]], k: int) -> list[str]:
+    """Return in words what each way of launching gains from k workers, in the order of the rows.
+
+    **Local.** The locked share f is that of a call which one worker at a time can be in, if that is what limits:
+    the scaling is then 1 / (f + (1 - f) / k). A share above 1 is a cost of handing over.
+    """
+    found = []
+    for row in rows:
+        if row["k"] == k and row["accepted"] and row["enqueued_scaling"] is not None:
+            scaling = row["enqueued_scaling"][0]
+            share = (k / scaling - 1) / (k - 1)
+            found.append(
+                f"{row['row']}: {k} workers enqueue {scaling:.2f} times as fast as one, locked share {share:.2f}"
+            )
+    return found
 
 
 def _told(scaling: Sequence[float]) -> str:
@@ -125,7 +143,7 @@ def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str
 
     threads, processes = steps.get("threads"), steps.get("processes")
     if not threads or not processes:
-        return "training: not measured"
+        return "training: undecided (not measured, or the cores were busy)"
     ratio, low, high = interval(threads, processes)
     told = f"a step of threads takes {ratio:.2f} times [{low:.2f}, {high:.2f}] that of processes"
     if not on_cpu and gpus < 2:

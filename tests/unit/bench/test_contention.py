@@ -260,6 +260,14 @@ def test_fewer_workers_decide_where_more_have_no_cores():
     assert verdict.line.startswith("undecided (one core")
 
 
+def test_the_locked_share_follows_from_the_scaling():
+    rows = [row("t", 1, 1), row("t", 4, 4), row("m", 4, 1), row("b", 4, 2, accepted=0)]
+    assert rule.readings(rows, 4) == [
+        "t: 4 workers enqueue 4.00 times as fast as one, locked share 0.00",
+        "m: 4 workers enqueue 1.00 times as fast as one, locked share 1.00",
+    ]
+
+
 @pytest.mark.parametrize(
     ("steps", "gpus", "on_cpu", "line"),
     [
@@ -272,7 +280,7 @@ def test_fewer_workers_decide_where_more_have_no_cores():
             {"threads": [2.0], "processes": [1.0], "threads graph": [1.01], "processes graph": [1.0]},
             2, False, "training: graphs suffice",
         ),
-        ({"threads": [2.0]}, 2, False, "training: not measured"),
+        ({"threads": [2.0]}, 2, False, "training: undecided"),
     ],
 )  # fmt: skip
 def test_what_follows_for_training(steps, gpus, on_cpu, line):
@@ -320,3 +328,18 @@ def test_wrong_options_are_refused(capsys):
         with pytest.raises(SystemExit) as raised:
             main(["contention", *words])
         assert raised.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_plot_is_drawn_whatever_was_refused(crew, patient, tmp_path, busy):
+    pytest.importorskip("matplotlib")
+    from mpdp.bench.plot_contention import plot_contention
+
+    rows, verdict = measure(crew, nap(False, 50), lambda k: 0.0 if busy else 1.0)
+    blocks = {"threads": [] if busy else [0.1, 0.2], "processes": [] if busy else [0.1, 0.1]}
+    made = {"kind": "launch-bound", "blocks": blocks}
+    plot_contention(
+        {"rows": rows, "steps": [made], "processor": "a mock", "verdict": verdict.line},
+        str(tmp_path / "c.png"),
+    )
+    assert (tmp_path / "c.png").stat().st_size > 10_000
