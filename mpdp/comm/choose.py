@@ -22,7 +22,7 @@ from .shared_memory import Log, SharedMemoryCommunicator
 from .tuned import Sizes, told
 from .two_level import TwoLevelCommunicator
 
-TRANSPORTS = ("auto", "shared_memory", "two_level", "mpi", *GPU_TRANSPORTS, "mpi_device")
+TRANSPORTS = ("auto", "shared_memory", "two_level", "mpi", *GPU_TRANSPORTS, "mpi_device", "threads")
 
 
 def choose(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import threads
+from .. import cores
 from ..device import Device
 from .agreement import on_root
 from .base import Communicator
@@ -61,7 +61,7 @@ def hardware(mpi: MpiCommunicator, device: Device, num_nodes: int, ranks_per_dev
     """
     found: Hardware = {
         "processor": processor(),
-        "cores": threads.cores(),
+        "cores": cores.cores(),
         "ranks": mpi.size,
         "nodes": num_nodes,
         "mpi": mpi.vendor,
