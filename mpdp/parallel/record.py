@@ -38,12 +38,16 @@ class Kind(IntEnum):
     REDUCE = 11
     NEW_RUN_DIR = 12
     BROADCAST = 13
+    PREDICT = 14
+    CALLBACKS = 15
 
 
 _CALLS = {
     Kind.STEP_BEGIN: "the forward pass of a step",
     Kind.STEP: "the backward pass of a step",
     Kind.EVALUATE: "evaluate()",
+    Kind.PREDICT: "predict()",
+    Kind.CALLBACKS: "the end of the callbacks",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",

@@ -165,9 +165,7 @@ class Trainer:
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
-        self._resumed: int | None = (
-            None  # rows of the log that belong to what was resumed; None before resume()
-        )
+        self._resumed: int | None = None  # rows of the log that belong to what was resumed
         self._opened = False
         self._nominal_fixed = False
 
@@ -384,13 +382,30 @@ class Trainer:
 
         Args:
             dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
-            metrics: ``metric(output, target) -> (sum, count)``.
+            metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
 
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
         return evaluation.run(self, dataset, metrics, global_batch_size)
+
+    @ends_the_job
+    def predict(self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True) -> Any:
+        """Return the model's outputs for every sample, in the order of the data set.
+
+        **Collective.** In evaluation mode. A target in the data, if there is one, is left out: samples are of the
+        forms that ``fit`` takes, or an array alone.
+
+        Args:
+            dataset: the same on all ranks.
+            global_batch_size: samples per forward pass over all ranks (default: 1024).
+            everywhere: return the outputs on every rank; with False on rank 0 alone, and None elsewhere.
+
+        Returns:
+            NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
+        """
+        return evaluation.predict(self, dataset, global_batch_size, everywhere)
 
     # -- the run's files
 
