@@ -10,6 +10,7 @@ from ..comm.agreement import together
 from ..data import Loader, MicroBatch
 from ..nn.metrics import finished, metric_name
 from ..report.progress import Progress
+from .calling import call_back
 from .evaluation import Tally
 from .plan import FitPlan
 
@@ -118,11 +119,9 @@ class FitLoop:
             )
             row["validation_loss"] = results["loss"]
             row.update({name: value for name, value in results.items() if name != "loss"})
-            for callback in trainer.callbacks:
-                callback.on_validation(trainer, results)
+            call_back(trainer, "on_validation", results)
         position.close_epoch(row)
         trainer.folder.row(kind="epoch", **row)
         self.progress.epoch(row)
-        for callback in trainer.callbacks:
-            callback.on_epoch(trainer)
+        call_back(trainer, "on_epoch")
         trainer.agree_to_stop()

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
@@ -25,6 +23,7 @@ from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
 from .callbacks import Callback
+from .calling import agree_to_stop, call_back
 from .evaluation import Metric
 from .failing import ends_the_job
 from .loop import FitLoop
@@ -330,18 +329,14 @@ class Trainer:
         self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
-        for callback in self.callbacks:
-            callback.on_step(self)
+        call_back(self, "on_step")
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
         self.agree_to_stop()
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
-        if self.callbacks:
-            asked = np.array([self._stop_asked], dtype=np.int64)
-            self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
-            self._stop_agreed = self._stop_agreed or bool(asked[0])
+        self._stop_agreed = agree_to_stop(self, self._stop_asked) or self._stop_agreed
 
     @ends_the_job
     def step(self, batch: Any) -> float:
@@ -425,8 +420,7 @@ class Trainer:
         self._open_folder()
         path = resuming.save(self)
         self.position.saved_step = self.step_count
-        for callback in self.callbacks:
-            callback.on_checkpoint(self, path)
+        call_back(self, "on_checkpoint", path)
         return path
 
     @ends_the_job
