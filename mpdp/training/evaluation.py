@@ -21,6 +21,7 @@ from ..autodiff.tensor import unwrap
 from ..comm.agreement import agree, compare, on_root, together
 from ..comm.base import Communicator
 from ..data import Loader, MicroBatch, check_dataset, map_arrays
+from ..data.transforms import describe_dataset
 from ..nn import Gather, Module
 from ..nn.metrics import finished, metric_name
 from ..parallel.forms import split_loss
@@ -207,6 +208,7 @@ def _loader(
             "length of the data set": len(dataset),
             "global_batch_size": size,
             "metrics": [metric_name(metric) for metric in metrics],
+            **describe_dataset(dataset),
         },
     )
     return together(

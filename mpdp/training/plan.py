@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..data import batches, check_dataset
+from ..data.transforms import describe_dataset
 from ..nn.metrics import metric_name
 from .arguments import plain
 from .evaluation import Metric, check_metrics
@@ -119,6 +120,8 @@ class FitPlan:
             "updates": self.updates,
             "length of the validation data": None if self.validation is None else len(self.validation),
             "metrics": [metric_name(metric) for metric in self.metrics],
+            **describe_dataset(self.dataset),
+            **{f"{key} (validation)": value for key, value in describe_dataset(self.validation).items()},
         }
 
 
