@@ -38,12 +38,18 @@ class Kind(IntEnum):
     REDUCE = 11
     NEW_RUN_DIR = 12
     BROADCAST = 13
+    PREDICT = 14
+    CALLBACKS = 15
+    IN_CALLBACK = 16
 
 
 _CALLS = {
     Kind.STEP_BEGIN: "the forward pass of a step",
     Kind.STEP: "the backward pass of a step",
     Kind.EVALUATE: "evaluate()",
+    Kind.PREDICT: "predict()",
+    Kind.CALLBACKS: "the end of its callbacks",
+    Kind.IN_CALLBACK: "a collective inside a callback",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",
@@ -55,6 +61,7 @@ _CALLS = {
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",
 }
+_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.CALLBACKS)
 
 
 @dataclass(slots=True)
@@ -146,6 +153,6 @@ def _odd_one_out(places: dict[tuple[int, int, int | None], list[int]]) -> str:
     ranks_in: dict[int, int] = {}
     for (k, _, _), ranks in places.items():
         ranks_in[k] = ranks_in.get(k, 0) + len(ranks)
-    # A step is what everybody does; at equal counts the other call is the surprise.
-    kind = min(ranks_in, key=lambda k: (ranks_in[k], k in (Kind.STEP, Kind.STEP_BEGIN)))
+    # These are what everybody does; at equal counts the other call is the surprise.
+    kind = min(ranks_in, key=lambda k: (ranks_in[k], k in _USUAL))
     return _CALLS[Kind(kind)]

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..data import ArrayDataset, split_batch
+from ..data.worker_process import MARK
+from ..errors import WorkerError
 from ..nn import Module, losses
 from ..optim import Optimizer
 from ..parallel.precision import NAMES
@@ -36,6 +38,11 @@ def check(
     callbacks: Any,
 ) -> None:
     """Refuse arguments of the constructor that cannot work. **Local.**"""
+    if os.environ.get(MARK):
+        raise WorkerError(
+            "Trainer: expected one in a rank, got one in a worker process that has run the script again; "
+            'put the script\'s own doings under if __name__ == "__main__":'
+        )
     if not isinstance(model, Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module")
     if not callable(loss):

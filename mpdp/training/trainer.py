@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
@@ -26,6 +24,7 @@ from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
 from .callbacks import Callback
+from .calling import agree_to_stop, call_back
 from .evaluation import Metric
 from .failing import ends_the_job
 from .loop import FitLoop
@@ -172,9 +171,7 @@ class Trainer:
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
-        self._resumed: int | None = (
-            None  # rows of the log that belong to what was resumed; None before resume()
-        )
+        self._resumed: int | None = None  # rows of the log that belong to what was resumed
         self._opened = False
         self._nominal_fixed = False
 
@@ -348,18 +345,14 @@ class Trainer:
         self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
-        for callback in self.callbacks:
-            callback.on_step(self)
+        call_back(self, "on_step")
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
         self.agree_to_stop()
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
-        if self.callbacks:
-            asked = np.array([self._stop_asked], dtype=np.int64)
-            self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
-            self._stop_agreed = self._stop_agreed or bool(asked[0])
+        self._stop_agreed = agree_to_stop(self, self._stop_asked) or self._stop_agreed
 
     @ends_the_job
     def step(self, batch: Any) -> float:
@@ -400,13 +393,30 @@ class Trainer:
 
         Args:
             dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
-            metrics: ``metric(output, target) -> (sum, count)``.
+            metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
 
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
         return evaluation.run(self, dataset, metrics, global_batch_size)
+
+    @ends_the_job
+    def predict(self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True) -> Any:
+        """Return the model's outputs for every sample, in the order of the data set.
+
+        **Collective.** In evaluation mode. A target in the data, if there is one, is left out: samples are of the
+        forms that ``fit`` takes, or an array alone.
+
+        Args:
+            dataset: the same on all ranks.
+            global_batch_size: samples per forward pass over all ranks (default: 1024).
+            everywhere: return the outputs on every rank; with False on rank 0 alone, and None elsewhere.
+
+        Returns:
+            NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
+        """
+        return evaluation.predict(self, dataset, global_batch_size, everywhere)
 
     # -- the run's files
 
@@ -426,8 +436,7 @@ class Trainer:
         self._open_folder()
         path = resuming.save(self)
         self.position.saved_step = self.step_count
-        for callback in self.callbacks:
-            callback.on_checkpoint(self, path)
+        call_back(self, "on_checkpoint", path)
         return path
 
     @ends_the_job
