@@ -73,6 +73,7 @@ class CudaIpcCommunicator(Communicator):
     """
 
     transport = "cuda_ipc"
+    capturable = True
 
     def __init__(
         self,

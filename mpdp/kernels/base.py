@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
+from .board import Board
 from .updates import UpdateKernels
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class Kernels(UpdateKernels):
         rank. The message names the step that :meth:`begin_step` said. On the CPU checks raise at once.
         """
         return None
+
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        """Return a new :class:`~mpdp.kernels.board.Board`, where a captured step keeps what changes."""
+        raise NotImplementedError
 
     # -- storage -------------------------------------------------------------------------------------------
 
@@ -151,9 +156,12 @@ class Kernels(UpdateKernels):
         raise NotImplementedError
 
     def keep_mask(
-        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+        self, key: tuple[int, int], step: Any, start: Any, count: int, elements: int, threshold: int
     ) -> Array:
-        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements)."""
+        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements).
+
+        ``step`` and ``start`` are numbers, or 0-d int64 arrays on the device.
+        """
         raise NotImplementedError
 
     # -- normalisation -------------------------------------------------------------------------------------

@@ -48,8 +48,10 @@ class Loss(Tensor):
         if total.shape != ():
             raise ValueError(f"total: expected a scalar tensor, got shape {total.shape}; sum it first")
         self.sum = total
-        xp = kernels.of(total.data).xp
-        self.count = xp.asarray(unwrap(count), dtype=xp.float64)
+        xp, count = kernels.of(total.data).xp, unwrap(count)
+        # A number reaches a GPU with the launch; an array would need a copy, which no graph can hold.
+        number = isinstance(count, int | float)
+        self.count = xp.full((), count, xp.float64) if number else xp.asarray(count, dtype=xp.float64)
         self._name = None
         self._key = 0
         self._mean: Tensor | None = None

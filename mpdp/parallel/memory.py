@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..autodiff import Tape
@@ -24,6 +25,7 @@ class MemoryUse:
     def __init__(self) -> None:
         self.activations = 0
         self._seen: dict[int, int] = {}
+        self.beside: Callable[[], int] | None = None  # bytes of a GPU in pools beside CuPy's own
 
     def look(self, tape: Tape, signature: int, samples: int | None) -> None:
         """Measure what a tape holds, unless the same graph was measured with as many samples or more."""
@@ -46,6 +48,7 @@ class MemoryUse:
         }
         if replica.device.kind == "cuda":
             peak = _pool_bytes(replica.device) + replica.comm.device_bytes
+            peak += 0 if self.beside is None else self.beside()
             return parts | {"workspace": max(0, peak - sum(parts.values())), "peak": peak}
         return parts | {
             "workspace": 0 if optimizer is None else optimizer.scratch_bytes,

@@ -20,12 +20,15 @@ from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
+from ..parallel.graph_step import GraphStep
+from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
+from ..parallel.recorder import recorder_of
 from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
 from .callbacks import Callback
-from .evaluation import Metric
+from .evaluation import Metric, Tally
 from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
@@ -59,7 +62,8 @@ class Trainer:
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
-        graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
+        graph: whether steps on a GPU run as captured graphs: ``"auto"`` does so where it is possible and says once
+            why it is not, ``True`` makes that an error, ``False`` runs every step eagerly.
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
@@ -67,7 +71,8 @@ class Trainer:
         callbacks: objects with the methods of :class:`mpdp.Callback`.
 
     Attributes:
-        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
+        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
+            is waited for; ``late_loss``: the same, waited for when it is looked at.
         should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
             next one elsewhere. It reads True once all have agreed.
         lr: learning rate of the next update.
@@ -131,6 +136,7 @@ class Trainer:
                 run_dir=run_dir,
                 callbacks=callbacks,
             )
+            arguments.check_graph(graph, self.world)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -147,8 +153,7 @@ class Trainer:
         self.keep = keep
         self.callbacks = tuple(callbacks)
         self._stop_asked = self._stop_agreed = self._fitting = False
-        self.loss = self._last_lr = float("nan")
-        self._last_scale: float | None = None  # of the loss, in the last update
+        self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model,
             self.world,
@@ -158,11 +163,12 @@ class Trainer:
             chunk_bytes=chunk_bytes,
             seed=self.seed,
         )
-        given = {"run_dir": "none" if run_dir is None else "a folder"}
+        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
+        self.graphs = self._graphs(graph)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
         self._resumed: int | None = (
@@ -186,6 +192,14 @@ class Trainer:
             "save_every": self.save_every,
             "callbacks": len(self.callbacks),
         }
+
+    def _graphs(self, graph: str | bool) -> GraphStep | None:
+        """Return what runs updates as graphs; None where every step is eager."""
+        recorder = None if graph is False else recorder_of(self.world.device)
+        if recorder is None:
+            return None
+        what = self.parallel, self.loss_function, self.optimizer, self.clip_norm, self.accumulate
+        return GraphStep(*what, recorder, required=graph is True)
 
     # -- where the run stands
 
@@ -226,6 +240,11 @@ class Trainer:
                 f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
                 "return a factor on the learning rate"
             ) from error
+
+    @property
+    def loss(self) -> float:
+        """Global mean loss of the last update. Where that is still under way it is waited for."""
+        return float(self.late_loss)
 
     @property
     def run_dir(self) -> Path | None:
@@ -312,26 +331,60 @@ class Trainer:
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
 
-    def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
-        """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
+    def update(self, parts: Sequence[MicroBatch], tally: Tally | None = None, first_loss: Any = None) -> None:
+        """Do one update from this rank's micro-batches, as graphs where it can be. **Collective.**
+
+        Args:
+            parts: the micro-batches.
+            tally: takes the metrics of the outputs.
+            first_loss: the loss of ``parts[0]``, where it was computed already.
+        """
         self.world.activity.step = self.step_count
-        lr = self.lr
-        scale = self.parallel.loss_scale
-        self._last_scale = None if scale is None else scale.value
-        self._kernels.begin_step(self.step_count)
-        self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
-        self._last_lr = lr
+        lr, stop, graphs = self.lr, self._stop_asked, self.graphs
+        looks = tally is not None and bool(tally.metrics)
+        if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
+            look = tally.add_metrics if looks and tally is not None else None
+            self.late_loss = graphs.run(parts, lr=lr, look=look, settled=self._log(lr))
+        else:
+            log = self._log(lr)
+            self._kernels.begin_step(self.step_count)
+            self.late_loss = self.eager.run(parts, lr=lr, stop=stop, tally=tally, first_loss=first_loss)
+            if graphs is not None:
+                graphs.ran_eagerly()
+            log(self.parallel.last_loss_sum, self.parallel.last_count)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
+    def _log(self, lr: float) -> Callable[[float, float], None]:
+        """Return what notes the update that comes next, once its loss sum and count are known."""
+        step, epoch, fitting, scale = (
+            self.step_count + 1,
+            self.position.epoch + 1,
+            self._fitting,
+            self.parallel.loss_scale,
+        )
+        value = None if scale is None else scale.value
+
+        def log(loss_sum: float, count: float) -> None:
+            if fitting:
+                self.position.add_loss(loss_sum, count)
+            beside = {} if scale is None else {"loss_scale": value, "skipped": scale.skipped}
+            self.folder.step_row(step, epoch, loss_sum / count if count else 0.0, lr, **beside)
+
+        return log
+
+    def settle(self) -> None:
+        """Wait for the updates under way, and take over what became of them; raises what has gone wrong in them.
+
+        **Collective** in effect: all ranks see a failure at the same update.
+        """
+        if self.graphs is not None:
+            self.graphs.settle()
+
     def after_step(self) -> None:
-        """Log, check and save what is due after an update, and call back. **Collective.**"""
+        """Check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
-        beside: dict[str, Any] = {}
-        if self.parallel.loss_scale is not None:
-            beside = {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
-        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
-            self.parallel.check_replicas()
+            self.check_replicas()
         for callback in self.callbacks:
             callback.on_step(self)
         if self.save_every is not None and step % self.save_every == 0:
@@ -346,7 +399,7 @@ class Trainer:
             self._stop_agreed = self._stop_agreed or bool(asked[0])
 
     @ends_the_job
-    def step(self, batch: Any) -> float:
+    def step(self, batch: Any) -> float | LateLoss:
         """Do one update from this rank's own batch, for programs with a loop of their own.
 
         **Collective.**
@@ -356,7 +409,9 @@ class Trainer:
                 ranks and may be 0. It is cut into ``accumulate`` micro-batches.
 
         Returns:
-            the global mean loss over all ranks' samples.
+            the global mean loss over all ranks' samples. A step that runs as a graph returns before it is done: the
+            loss is then an object that waits when its number is asked for, as ``float(loss)`` does, and a loss or
+            gradient that is not finite is an error of one of the next two steps, which the weights stand before.
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
@@ -372,7 +427,7 @@ class Trainer:
         parts = [whole] if self.accumulate == 1 else cut_batch(whole, self.accumulate)
         self.update(parts)
         self.after_step()
-        return self.loss
+        return self.late_loss
 
     @ends_the_job
     def evaluate(
@@ -390,6 +445,7 @@ class Trainer:
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
+        self.settle()
         return evaluation.run(self, dataset, metrics, global_batch_size)
 
     # -- the run's files
@@ -406,6 +462,7 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()
         path = resuming.save(self)
@@ -432,6 +489,7 @@ class Trainer:
             CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
         """
         self._refuse_inside_fit("resume")
+        self.settle()
         if path is None:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(self, None if path is None else Path(path))
@@ -473,12 +531,15 @@ class Trainer:
         Raises:
             DivergenceError: on all ranks, naming the rank and the parameter.
         """
+        self.settle()
         self.parallel.check_replicas()
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""
+        self.settle()
         self.parallel.freeze(*names)
 
     def thaw(self, *names: str) -> None:
         """Train the named parameters again, their moments starting from zero. **Collective.**"""
+        self.settle()
         self.parallel.thaw(*names)

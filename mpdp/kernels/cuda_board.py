@@ -1,0 +1,73 @@
+"""The board on a GPU: slots and reports in pinned host memory, which kernels read and write across the bus.
+
+The docstrings are in ``board``; the kernels are ``cuda_src/step.cu``. A launch that is captured finds its slot by a
+counter in device memory, so replays need nothing but what :meth:`~mpdp.kernels.board.Board.write` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .board import Board
+from .cuda_source import THREADS, number, stored
+
+_ARRAYS = 4  # that one launch of `begin` copies
+_MOST_BLOCKS = 264  # two a multiprocessor of an H200
+_EACH = 16 * 4 * THREADS  # bytes that a block copies
+
+
+class CudaBoard(Board):
+    """The board of a GPU. **Local.**"""
+
+    def __init__(self, kernels: Any, slots: int, numbers: int, sources: int, reports: int) -> None:
+        super().__init__(kernels, slots, numbers, sources, reports)
+        self._sums: Any = None
+
+    def _host_memory(self, words: int) -> np.ndarray:
+        array = np.frombuffer(self.kernels.xp.cuda.alloc_pinned_memory(8 * words), np.int64, words)
+        array[:] = 0
+        return array
+
+    def _synchronize(self) -> None:
+        self.kernels.xp.cuda.get_current_stream().synchronize()
+
+    def _point(self, at: int, sources: Sequence[Any]) -> None:
+        for i, source in enumerate(sources):
+            self._ring[at + i] = source.data.ptr
+
+    def _launch(
+        self, name: str, gradient: Any, loss: Any, blocks: int, threads: int, *arguments: Any
+    ) -> None:
+        built = ("G", stored(gradient), "T", stored(loss))
+        self.kernels.launch("step", name, built, blocks, threads, self.words, *arguments)
+
+    def begin(self, targets: Sequence[Any], rows: int) -> None:
+        for first in range(0, max(len(targets), 1), _ARRAYS):
+            some = targets[first : first + _ARRAYS]
+            places: list[Any] = [0, 0] * _ARRAYS
+            for i, target in enumerate(some):
+                places[2 * i : 2 * i + 2] = target, target.nbytes
+            most = max((target.nbytes for target in some), default=0)
+            blocks = max(1, min(-(-most // _EACH), _MOST_BLOCKS))
+            self._launch(
+                "begin", np.float32, np.float32, blocks, THREADS,
+                self._ring.ctypes.data, self.slots, self.width, self.table, first, rows, *places,
+            )  # fmt: skip
+
+    def take(self, total: Any, factor: float, count: Any, first: bool) -> None:
+        self._launch("take", np.float32, total.dtype, 1, 1, total, float(factor), *number(count), first)
+
+    def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
+        spans, built = -(-gradient.size // span), ("G", stored(gradient.dtype), "T", "float")
+        if self._sums is None or len(self._sums) != spans:
+            self._sums = self.kernels.xp.empty(spans, np.float64)
+        launch = self.kernels.launch
+        if spans:
+            launch("step", "span_norms", built, spans, THREADS, gradient, self._sums, gradient.size, span)
+        launch(
+            "step", "decide", built, 1, 1024, self.words, self._sums, spans, gradient, gradient.size, span,
+            self._reports.ctypes.data, self.reports, broken,
+        )  # fmt: skip
