@@ -25,14 +25,18 @@ class CalledAgain:
     def make_room(self) -> None:
         pass
 
+    def wait(self) -> None:
+        pass
+
     def record(self, body):
         parallel = self.engine.parallel
         written = {p: p._written - parallel._replica.binding.update for p in parallel.parameters.values()}
         arrays = self._state()
         copies = [array.copy() for array in arrays]
-        board = self.engine._board
+        board = self.engine.capture.board
         board.begin = lambda targets, rows: self._begin(board)  # there is no slot yet
-        body()
+        with np.errstate(all="ignore"):  # on numbers that are none yet
+            body()
         del board.begin
         for array, copy in zip(arrays, copies):
             array[...] = copy
@@ -43,7 +47,7 @@ class CalledAgain:
         board.words.view(np.float64)[LOSS_SCALE] = 1.0
 
     def _state(self):
-        parallel, board = self.engine.parallel, self.engine._board
+        parallel, board = self.engine.parallel, self.engine.capture.board
         arrays = [parallel.weights, parallel.arena.array, *self.engine.optimizer.state.values()]
         arrays += [buffer.data for buffer in parallel.buffers.values()]
         if parallel._replica.copies is not None:
@@ -67,18 +71,9 @@ class _Graph:
 
 def capture(trainer, required=True, recorder=None):
     """Let a trainer on the CPU run its steps as graphs; returns the recorder."""
-    from mpdp.parallel.graph_step import GraphStep
-
     recorder = CalledAgain() if recorder is None else recorder
-    trainer.graphs = recorder.engine = GraphStep(
-        trainer.parallel,
-        trainer.loss_function,
-        trainer.optimizer,
-        trainer.clip_norm,
-        trainer.accumulate,
-        recorder,
-        required,
-    )
+    trainer.updates.record_with(recorder, required)
+    recorder.engine = trainer.updates.graphs
     return recorder
 
 

@@ -31,6 +31,10 @@ class Changes:
     def __init__(self) -> None:
         self.version = self.modes = 0
 
+    def anything(self) -> None:
+        """Count a change of something else that decides what a module does."""
+        self.version += 1
+
 
 class Module:
     """Base of every model: assign parameters, buffers and modules to attributes, and define ``forward``.

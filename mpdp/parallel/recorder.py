@@ -48,6 +48,10 @@ class CudaRecorder:
         """Give back what steps that ran eagerly have left in CuPy's pool: the graphs take as much again."""
         self._cupy.get_default_memory_pool().free_all_blocks()
 
+    def wait(self) -> None:
+        """Wait until everything is done that was launched on the current stream."""
+        self._current().synchronize()
+
     def record(self, body: Callable[[], None]) -> Graph:
         """Call a function and return what it launched, which has not run then. **Local.**
 

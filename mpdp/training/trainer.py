@@ -13,17 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
-from ..parallel.graph_step import GraphStep
 from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
-from ..parallel.recorder import recorder_of
 from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
@@ -35,6 +32,7 @@ from .plan import FitPlan
 from .position import Position
 from .run_folder import RunFolder
 from .step import EagerStep, cut_batch, take_apart
+from .updates import Updates
 
 History = list[dict[str, Any]]
 _CHECK_AFTER = (1, 2, 10)
@@ -64,6 +62,8 @@ class Trainer:
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
         graph: whether steps on a GPU run as captured graphs: ``"auto"`` does so where it is possible and says once
             why it is not, ``True`` makes that an error, ``False`` runs every step eagerly.
+        plans: ``"suggested"`` or ``"timed"``: on a GPU, rank 0 times the libraries' plans for the products of the first
+            update, and all ranks compute by the fastest ones from the second on; checkpoints hold them.
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
@@ -107,6 +107,7 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         graph: str | bool = "auto",
+        plans: str = "suggested",
         chunk_bytes: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
@@ -131,6 +132,7 @@ class Trainer:
                 clip_norm=clip_norm,
                 seed=seed,
                 graph=graph,
+                plans=plans,
                 save_every=save_every,
                 keep=keep,
                 run_dir=run_dir,
@@ -149,10 +151,11 @@ class Trainer:
         self.accumulate = int(accumulate)
         self.clip_norm = arguments.plain(clip_norm)
         self.seed = int(seed)
+        self.plans, self._plans_missing = plans, False
         self.save_every = arguments.plain(save_every)
         self.keep = keep
         self.callbacks = tuple(callbacks)
-        self._stop_asked = self._stop_agreed = self._fitting = False
+        self._stop_asked = self._stop_agreed = self.fitting = False
         self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model,
@@ -166,14 +169,11 @@ class Trainer:
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
-        self.graphs = self._graphs(graph)
+        self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
-        self._resumed: int | None = (
-            None  # rows of the log that belong to what was resumed; None before resume()
-        )
+        self._resumed: int | None = None  # rows of the log that were resumed; None before resume()
         self._opened = False
         self._nominal_fixed = False
 
@@ -189,17 +189,10 @@ class Trainer:
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
             "seed": self.seed,
+            "plans": self.plans,
             "save_every": self.save_every,
             "callbacks": len(self.callbacks),
         }
-
-    def _graphs(self, graph: str | bool) -> GraphStep | None:
-        """Return what runs updates as graphs; None where every step is eager."""
-        recorder = None if graph is False else recorder_of(self.world.device)
-        if recorder is None:
-            return None
-        what = self.parallel, self.loss_function, self.optimizer, self.clip_norm, self.accumulate
-        return GraphStep(*what, recorder, required=graph is True)
 
     # -- where the run stands
 
@@ -309,7 +302,7 @@ class Trainer:
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
-        self._fitting = True
+        self.fitting = True
         done = self.step_count
         try:
             FitLoop(self, plan, progress).run()
@@ -320,65 +313,25 @@ class Trainer:
             self.folder.row(kind="memory", step=self.step_count, **self.memory())
             self.folder.flush()
         finally:
-            self._fitting = False
+            self.fitting = False
             progress.close()
         return self.history
 
     def _refuse_inside_fit(self, call: str) -> None:
         """Refuse a call that would move the place in the data while a loop of ``fit`` runs. **Local.**"""
-        if self._fitting:
+        if self.fitting:
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
 
     def update(self, parts: Sequence[MicroBatch], tally: Tally | None = None, first_loss: Any = None) -> None:
-        """Do one update from this rank's micro-batches, as graphs where it can be. **Collective.**
-
-        Args:
-            parts: the micro-batches.
-            tally: takes the metrics of the outputs.
-            first_loss: the loss of ``parts[0]``, where it was computed already.
-        """
-        self.world.activity.step = self.step_count
-        lr, stop, graphs = self.lr, self._stop_asked, self.graphs
-        looks = tally is not None and bool(tally.metrics)
-        if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
-            look = tally.add_metrics if looks and tally is not None else None
-            self.late_loss = graphs.run(parts, lr=lr, look=look, settled=self._log(lr))
-        else:
-            log = self._log(lr)
-            self._kernels.begin_step(self.step_count)
-            self.late_loss = self.eager.run(parts, lr=lr, stop=stop, tally=tally, first_loss=first_loss)
-            if graphs is not None:
-                graphs.ran_eagerly()
-            log(self.parallel.last_loss_sum, self.parallel.last_count)
+        """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
+        self.late_loss = self.updates.run(parts, stop=self._stop_asked, tally=tally, first_loss=first_loss)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
-    def _log(self, lr: float) -> Callable[[float, float], None]:
-        """Return what notes the update that comes next, once its loss sum and count are known."""
-        step, epoch, fitting, scale = (
-            self.step_count + 1,
-            self.position.epoch + 1,
-            self._fitting,
-            self.parallel.loss_scale,
-        )
-        value = None if scale is None else scale.value
-
-        def log(loss_sum: float, count: float) -> None:
-            if fitting:
-                self.position.add_loss(loss_sum, count)
-            beside = {} if scale is None else {"loss_scale": value, "skipped": scale.skipped}
-            self.folder.step_row(step, epoch, loss_sum / count if count else 0.0, lr, **beside)
-
-        return log
-
     def settle(self) -> None:
-        """Wait for the updates under way, and take over what became of them; raises what has gone wrong in them.
-
-        **Collective** in effect: all ranks see a failure at the same update.
-        """
-        if self.graphs is not None:
-            self.graphs.settle()
+        """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
+        self.updates.settle()
 
     def after_step(self) -> None:
         """Check and save what is due after an update, and call back. **Collective.**"""
@@ -409,9 +362,9 @@ class Trainer:
                 ranks and may be 0. It is cut into ``accumulate`` micro-batches.
 
         Returns:
-            the global mean loss over all ranks' samples. A step that runs as a graph returns before it is done: the
-            loss is then an object that waits when its number is asked for, as ``float(loss)`` does, and a loss or
-            gradient that is not finite is an error of one of the next two steps, which the weights stand before.
+            the global mean loss over all ranks' samples. A step that runs as a graph returns before it is done: its
+            loss waits when ``float()`` or a comparison asks for it, and what is not finite is an error of one of the
+            next two steps, with the weights as they were before it.
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
