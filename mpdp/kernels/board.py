@@ -100,6 +100,7 @@ class Board:
         self._ring, self._reports = self._host_memory(slots * self.width), self._host_memory(reports * REPORT)
         self._ring_floats, self._report_floats = self._ring.view(np.float64), self._reports.view(np.float64)
         self._look = memoryview(self._reports)  # type: ignore[arg-type]  # four times as fast to look at
+        self._signal = self._host_memory(1)
         self._kept: list[Any] = [None] * slots
 
     def _host_memory(self, words: int) -> np.ndarray:
@@ -171,6 +172,14 @@ class Board:
         """
         raise NotImplementedError
 
+    def signal(self, count: int) -> None:
+        """Tell the host that the first ``count`` chunks of the launch under way are final; after :meth:`take`."""
+        raise NotImplementedError
+
+    def signalled(self, count: int) -> bool:
+        """Return whether the last launch that was written has come to ``signal(count)``."""
+        return bool(self._signal[0] >= _signal(self.launches, count))
+
     def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
         """Decide from the reduced record and gradient whether the update is applied, and with which factor.
 
@@ -193,12 +202,13 @@ class Board:
         )  # fmt: skip
         self.begin((), 0)
         self.take(loss, 1.0, 0.0, True)
+        self.signal(0)
         self.decide(gradient, span)
         self._synchronize()
         self.words.fill(0)
         self._synchronize()
         self._reports[:] = 0
-        self.launches = 0
+        self._signal[0] = self.launches = 0
 
     def _synchronize(self) -> None:
         """Wait until the device has done what was asked for."""
@@ -214,6 +224,11 @@ class Board:
             Status(words[STATUS]), values[TOTAL], values[COUNTED], values[OWN], values[LENGTH], words[FIRST],
             words[WHEN],
         )  # fmt: skip
+
+
+def _signal(launch: int, count: int) -> int:
+    """Return a number that grows with launches, and within one with its chunks."""
+    return (launch << 20) + count
 
 
 class HostBoard(Board):
@@ -239,6 +254,9 @@ class HostBoard(Board):
         floats[LOSS] = floats[MINE] = loss
         floats[COUNT] = counted + float(count)
         self.words[LAUNCH] += 1
+
+    def signal(self, count: int) -> None:
+        self._signal[0] = _signal(int(self.words[LAUNCH]), count)
 
     def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
         words, floats = self.words, self.words.view(np.float64)

@@ -60,6 +60,9 @@ class CudaBoard(Board):
     def take(self, total: Any, factor: float, count: Any, first: bool) -> None:
         self._launch("take", np.float32, total.dtype, 1, 1, total, float(factor), *number(count), first)
 
+    def signal(self, count: int) -> None:
+        self._launch("signal", np.float32, np.float32, 1, 1, self._signal.ctypes.data, count)
+
     def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
         spans, built = -(-gradient.size // span), ("G", stored(gradient.dtype), "T", "float")
         if self._sums is None or len(self._sums) != spans:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class Capture:
         graphs: by the key that ``graph_step`` gives them. ``finish``: the decision and the optimizer, where the host
             reduces in between.
         used: which parameters an update changes; None for all.
+        signals: what the last micro-batch's graph gives the host to reduce, step by step: how many chunks are final.
         count: graphs that were recorded so far.
     """
 
@@ -70,6 +72,7 @@ class Capture:
         self.graphs: dict[Any, Captured] = {}
         self.finish: Any = None
         self.used: Any = None
+        self.signals: tuple[int, ...] = ()
         self.count = 0
         self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
         self._comm = parallel.comm
@@ -177,7 +180,12 @@ class Capture:
         for view in plan.unused_views:
             view.fill(0)
         if not self.inside:
-            tape.backward(seed)
+            assert board is not None
+            after = {at: partial(board.signal, count) for at, count in plan.chunks_after.items()}
+            self.signals = tuple(plan.chunks_after.values())
+            if -1 in after:
+                after[-1]()
+            tape.backward(seed, after)
             return
         reducer = parallel.reducer
         if self._comm.size > 1:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -322,12 +323,16 @@ class GraphStep:
         return loss
 
     def _reduce(self) -> None:
-        """Reduce what the graphs have left, by calls of the host, and apply it. **Collective.**"""
+        """Reduce chunks while the graph says that they are final, and launch what applies them. **Collective.**"""
         parallel, board = self.parallel, self.capture.board
         assert board is not None
-        self._comm.all_reduce(board.record, lane="urgent")
         reducer = parallel.reducer
         reducer.opening = nothing
+        with self.capture.recorder.beside():  # what is started must not wait for the rest of the graph
+            for count in self.capture.signals:
+                self._until(partial(board.signalled, count))
+                reducer.flush(count)
+        self._comm.all_reduce(board.record, lane="urgent")
         reducer.wait()
         reducer.step -= 1
         parallel._average()
@@ -388,16 +393,20 @@ class GraphStep:
     def _wait(self, update: int) -> Report:
         board = self.capture.board
         assert board is not None
-        report = board.report(update)
-        if report is not None:
-            return report
-        start = time.monotonic()
-        while True:
-            time.sleep(0.0 if time.monotonic() - start < _SPIN_SECONDS else _SLEEP_SECONDS)
-            report = board.report(update)
-            if report is not None:
-                return report
-            self._comm.activity.check("a step on the GPU")
+        report: Report = self._until(partial(board.report, update))
+        return report
+
+    def _until(self, look: Callable[[], Any]) -> Any:
+        """Return what a look at the device's words finds, once it finds something."""
+        found = look()
+        if not found:
+            start = time.monotonic()
+            while not found:
+                time.sleep(0.0 if time.monotonic() - start < _SPIN_SECONDS else _SLEEP_SECONDS)
+                found = look()
+                if not found:
+                    self._comm.activity.check("a step on the GPU")
+        return found
 
     def _halt(self, report: Report) -> None:
         """Raise what has halted the board. **Collective.**"""

@@ -8,7 +8,7 @@ recorder that calls the function again, which shows everything but CUDA.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..device import Device
@@ -37,6 +37,7 @@ class CudaRecorder:
         self._ordinal = device.ordinal
         with self._cupy.cuda.Device(self._ordinal):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._side = self._cupy.cuda.Stream(non_blocking=True)
             self._pool = self._cupy.cuda.MemoryPool()
 
     @property
@@ -51,6 +52,16 @@ class CudaRecorder:
     def wait(self) -> None:
         """Wait until everything is done that was launched on the current stream."""
         self._current().synchronize()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run a block on a stream of its own, beside what the current stream still does."""
+        before = self._current()
+        self._side.use()
+        try:
+            yield
+        finally:
+            before.use()
 
     def record(self, body: Callable[[], None]) -> Graph:
         """Call a function and return what it launched, which has not run then. **Local.**

@@ -48,6 +48,12 @@ extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBE
     board[LAUNCH] += 1;
 }
 
+// Tells the host, in pinned memory, that so many chunks of this launch are final. One thread.
+extern "C" __global__ void signal(const i64* board, volatile i64* word, i64 count) {
+    __threadfence_system();
+    *word = (board[LAUNCH] << 20) + count;
+}
+
 // The float64 sum of squares of each span, as span_squares has it; NaN where an element is not finite.
 extern "C" __global__ void span_norms(const G* x, double* out, i64 n, i64 span) {
     i64 first = blockIdx.x * span, last = first + span < n ? first + span : n;
