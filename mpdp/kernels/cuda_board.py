@@ -35,8 +35,8 @@ class CudaBoard(Board):
         self.kernels.xp.cuda.get_current_stream().synchronize()
 
     def _point(self, at: int, sources: Sequence[Any]) -> None:
-        for i, source in enumerate(sources):
-            self._ring[at + i] = source.data.ptr
+        where = [source.data.ptr for source in sources]
+        self._pointers.pack_into(self._ring_bytes, at, *where, *[0] * (self.sources - len(where)))
 
     def _launch(
         self, name: str, gradient: Any, loss: Any, blocks: int, threads: int, *arguments: Any

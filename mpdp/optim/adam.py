@@ -37,6 +37,7 @@ class Adam(Optimizer):
     """
 
     slots = ("mean", "variance")
+    counted = True
     _coupled = True  # decay acts through the gradient
 
     def __init__(

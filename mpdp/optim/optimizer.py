@@ -71,6 +71,7 @@ class Optimizer:
     """
 
     slots: tuple[str, ...] = ()
+    counted = False  # whether :meth:`numbers` depend on the updates that were done
 
     def __init__(self, lr: float, weight_decay: float = 0.0, groups: Sequence[Group] = ()) -> None:
         self.lr = non_negative("lr", lr)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from .. import kernels
 from ..comm.agreement import agree
 from ..errors import CommunicationError, on_all_ranks
@@ -89,6 +87,8 @@ class GraphStep:
         self._keys: Any = None  # of the update that was agreed to, with the arrays it reads
         self._sources: Any = None
         self._stop_agreed = False
+        self._numbers: tuple[float, bytes] = -1.0, b""  # of the last update, and its learning rate
+        self._latest: tuple[Any, list[Any]] = (), []  # keys of the last update, and their graphs
         self._last_seen: Any = None
         self._updates = self._applied = 0  # launched, and applied as far as reports say, with this board
         self._begin()
@@ -101,6 +101,7 @@ class GraphStep:
     def _begin(self) -> None:
         """Start from the model as it is now, without graphs."""
         self.capture.forget()
+        self._latest = (), []
         self._warmed: dict[Any, int] = {}
         self._version, self._modes_version = self._changes.version, -1
         self._modes: Any = ()
@@ -149,9 +150,12 @@ class GraphStep:
             self.settle()
             return False
         self._stop_agreed = stop if self._comm.size == 1 else self._stop_agreed
+        if keys == self._latest[0]:
+            return True
         self._keys = keys
-        if any(key not in self.capture.graphs for key in keys or ()):
-            return self._capture_all(parts, looks)
+        if any(key not in self.capture.graphs for key in keys or ()) and not self._capture_all(parts, looks):
+            return False
+        self._latest = keys, [self.capture.graphs[key] for key in keys or ()]
         return True
 
     def _agree(self, ready: bool, stop: bool) -> bool:
@@ -218,6 +222,8 @@ class GraphStep:
             sources.append(arrays)
         self._sources = sources
         found = tuple(keys)
+        if found == self._latest[0]:
+            return found
         if all(key in self.capture.graphs for key in keys):
             return found
         if self._warmed.get(found, 0) < _WARM:
@@ -286,11 +292,12 @@ class GraphStep:
         scale = parallel.loss_scale
         value = 1.0 if scale is None else scale.value
         power = 2.0**parallel.exponent
-        numbers = np.stack((optimizer.numbers(lr, 0), optimizer.numbers(lr, 1)))
+        if optimizer.counted or lr != self._numbers[0]:
+            self._numbers = lr, optimizer.numbers(lr, 0).tobytes() + optimizer.numbers(lr, 1).tobytes()
+        numbers = self._numbers[1]
         if parallel._averaging:
             parallel._own = sum(part.count for part in parts)
-        for part, key, sources in zip(parts, self._keys, self._sources):
-            captured = self.capture.graphs[key]
+        for part, captured, sources in zip(parts, self._latest[1], self._sources):
             part.acquire()
             board.write(
                 step=parallel.step_count,
@@ -413,6 +420,7 @@ class GraphStep:
         parallel = self.parallel
         self._pending.clear()
         self.capture.forget()
+        self._latest = (), []
         self.capture.board = None  # one that has halted applies nothing any more
         self._updates = self._applied = 0
         parallel.step_count = report.step

@@ -4,7 +4,7 @@
 enum { LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, HEAD = 16 };
 enum { STEP = 16, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS, NUMBERS = 32 };
 enum { FULL, STATUS, TOTAL, COUNTED, OWN, LENGTH, FIRST, WHEN, REPORT = 8 };
-enum { APPLIED_IT, LOSS_LOST, GRADIENT_LOST, SKIPPED, NOTHING, BROKEN };
+enum { APPLIED_IT, SKIPPED, NOTHING, LOSS_LOST, GRADIENT_LOST, BROKEN };
 
 // Bytes of `from` to `to`, and zeros behind them, by all threads of the grid.
 __device__ __forceinline__ void copy_rows(char* to, const char* from, i64 bytes, i64 whole) {
@@ -122,8 +122,7 @@ extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, con
             scale *= factor < 1 ? factor : 1;
         }
     }
-    if (!board[HALTED] && (status == LOSS_LOST || status == GRADIENT_LOST || status == BROKEN))
-        board[HALTED] = status, board[HALTED_STEP] = board[STEP];
+    if (!board[HALTED] && status >= LOSS_LOST) board[HALTED] = status, board[HALTED_STEP] = board[STEP];
     board[APPLY] = status == APPLIED_IT;
     board[APPLIED] += status == APPLIED_IT;
     numbers[SCALE] = scale;
