@@ -104,9 +104,9 @@ class Board:
         self.numbers = floats[NUMBERS + 2 * numbers :]
         self._ring, self._reports = self._host_memory(slots * self.width), self._host_memory(reports * REPORT)
         # Bytes are several times as fast to write and to look at as arrays.
-        self._ring_bytes, self._report_bytes = (
-            memoryview(a.view(np.uint8)) for a in (self._ring, self._reports)
-        )  # type: ignore[arg-type]
+        slot_words: Any = self._ring.view(np.uint8)
+        report_words: Any = self._reports.view(np.uint8)
+        self._ring_bytes, self._report_bytes = memoryview(slot_words), memoryview(report_words)
         self._pointers = struct.Struct(f"={sources}q")
         self._signal = self._host_memory(1)
         self._kept: list[Any] = [None] * slots
