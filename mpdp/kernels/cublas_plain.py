@@ -1,12 +1,13 @@
 """Products by cuBLAS through CuPy's own bindings: what runs without ``nvmath-python``, outside of graphs.
 
-The same two methods as ``cublaslt`` has: a problem's plan, and running it. Epilogues have no plan here. CuPy's
-handle refuses to be captured (cupy#6290).
+A problem's plan is made and run as in ``cublaslt``; epilogues have none here. CuPy's handle refuses to be captured
+(cupy#6290).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..errors import MissingDependencyError
 from .cublaslt import CODES, COMPUTE, Problem, scalars
@@ -25,28 +26,37 @@ class PlainCublas:
         properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.runtime.getDevice())
         self.multiprocessors = int(properties["multiProcessorCount"])
 
-    def plan(self, problem: Problem) -> Problem | None:
-        """Return the problem itself; None for one with an epilogue."""
-        return problem if problem.epilogue == "DEFAULT" else None
+    def plan(self, problem: Problem) -> PlainPlan | None:
+        """Return a plan; None for a problem with an epilogue."""
+        return PlainPlan(self._cublas, self._handle, problem) if problem.epilogue == "DEFAULT" else None
 
-    def run(self, plan: Problem, a: int, b: int, out: int, accumulate: bool, stream: int) -> None:
-        """Launch a product on the current stream; the arguments are addresses.
+
+class PlainPlan(NamedTuple):
+    """A problem and what runs it."""
+
+    cublas: Any
+    handle: Callable[[], int]
+    problem: Problem
+
+    def run(self, a: int, b: int, out: int, accumulate: bool, stream: int) -> None:
+        """Launch the product on the current stream; the arguments are addresses.
 
         Raises:
             MissingDependencyError: the stream is being captured.
         """
-        p, (zero, one) = plan, scalars(plan.read)
+        p = self.problem
+        zero, one = scalars(p.read)
         code, written, compute = CODES[p.read], CODES[p.written], COMPUTE[p.read, p.tf32]
         sizes = (p.transposed_b, p.transposed_a, p.columns, p.rows, p.inner)
         try:
             if p.batch == 1:
-                self._cublas.gemmEx(
-                    self._handle(), *sizes, one, b, code, p.stride_b, a, code, p.stride_a,
+                self.cublas.gemmEx(
+                    self.handle(), *sizes, one, b, code, p.stride_b, a, code, p.stride_a,
                     one if accumulate else zero, out, written, p.columns, compute, _DEFAULT,
                 )  # fmt: skip
             else:
-                self._cublas.gemmStridedBatchedEx(
-                    self._handle(), *sizes, one, b, code, p.stride_b, p.step_b, a, code, p.stride_a, p.step_a,
+                self.cublas.gemmStridedBatchedEx(
+                    self.handle(), *sizes, one, b, code, p.stride_b, p.step_b, a, code, p.stride_a, p.step_a,
                     one if accumulate else zero, out, written, p.columns, p.rows * p.columns, p.batch, compute,
                     _DEFAULT,
                 )  # fmt: skip

@@ -70,10 +70,23 @@ class Problem(NamedTuple):
 class Plan:
     """A problem's descriptions and algorithm, ready to run; freed with the object."""
 
-    __slots__ = ("_pointers", "a", "algorithm", "b", "description", "found", "library", "one", "out", "zero")
+    __slots__ = (
+        "_pointers",
+        "a",
+        "algorithm",
+        "b",
+        "description",
+        "found",
+        "library",
+        "one",
+        "out",
+        "owner",
+        "zero",
+    )
 
-    def __init__(self, library: Any, problem: Problem) -> None:
-        self.library = library
+    def __init__(self, owner: CublasLt, problem: Problem) -> None:
+        self.owner = owner
+        self.library = library = owner.library
         read, written = CODES[problem.read], CODES[problem.written]
         p = problem
         # cuBLAS counts columns first: what it calls B.T A.T is this package's A B, row by row.
@@ -131,6 +144,14 @@ class Plan:
         held = np.array([value], library.get_matrix_layout_attribute_dtype(attribute))
         library.matrix_layout_set_attribute(layout, attribute, held.ctypes.data, held.nbytes)
 
+    def run(self, a: int, b: int, out: int, accumulate: bool, stream: int) -> None:
+        """Launch the product; the arguments are addresses."""
+        owner = self.owner
+        owner.matmul(
+            owner.handle, self.description, self.one, b, self.a, a, self.b, self.one if accumulate else self.zero,
+            out, self.out, out, self.out, self.algorithm, owner.workspace(stream), WORKSPACE_BYTES, stream,
+        )  # fmt: skip
+
     def take(self, algorithm: np.ndarray) -> None:
         """Compute by this algorithm from now on."""
         self.found = algorithm
@@ -180,7 +201,7 @@ class CublasLt:
 
     def plan(self, problem: Problem) -> Plan | None:
         """Return a plan, the book's where it has one; None where the library has no algorithm."""
-        plan = Plan(self.library, problem)
+        plan = Plan(self, problem)
         key = f"{self._machine} {problem.key()}"
         text = self.book.find(key, lambda: self._fastest(problem))
         if text is not None:
@@ -232,18 +253,11 @@ class CublasLt:
             return False
         return int(result[_ALGORITHM_BYTES:][:8].view(np.uint64)[0]) <= WORKSPACE_BYTES
 
-    def run(self, plan: Plan, a: int, b: int, out: int, accumulate: bool, stream: int) -> None:
-        """Launch a product; the arguments are addresses."""
-        self.matmul(
-            self.handle, plan.description, plan.one, b, plan.a, a, plan.b, plan.one if accumulate else plan.zero,
-            out, plan.out, out, plan.out, plan.algorithm, self.workspace(stream), WORKSPACE_BYTES, stream,
-        )  # fmt: skip
-
     # -- timing --------------------------------------------------------------------------------------------
 
     def times(self, problem: Problem, most: int = TRIED) -> list[tuple[float, np.ndarray]]:
         """Return (seconds, algorithm) of each suggested algorithm, in the order of the suggestion; waits."""
-        plan = Plan(self.library, problem)
+        plan = Plan(self, problem)
         found = self.candidates(plan, problem, most)
         if not found:
             return []
@@ -255,9 +269,7 @@ class CublasLt:
         with stream:
             for algorithm in found:
                 plan.take(algorithm)
-                timed.append(
-                    (self.time(lambda: self.run(plan, a, b, out, False, stream.ptr), stream), algorithm)
-                )
+                timed.append((self.time(lambda: plan.run(a, b, out, False, stream.ptr), stream), algorithm))
         self._workspaces.pop(stream.ptr, None)  # the address may name another stream next
         return timed
 

@@ -104,8 +104,8 @@ class CudaKernels(
             return self.activation_backward(rows, None, None, True, out, beta)[1]
         axes = tuple(range(lead))
         axes += tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
-        total = x.sum(axis=axes, dtype=wide(x.dtype)).astype(x.dtype, copy=False).reshape(shape)
-        return total if out is None else self.store(total, out, beta)
+        total = x.sum(axis=axes, dtype=wide(x.dtype)).reshape(shape)
+        return total.astype(x.dtype, copy=False) if out is None else self.store(total, out, beta)
 
     def _column_sums(
         self, g: Array, normal: tuple[Array, Array, Array] | None, out: Array | None, beta: float

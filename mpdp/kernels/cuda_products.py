@@ -2,8 +2,9 @@
 
 Products go to cuBLASLt (``cublaslt``) where ``nvmath-python`` is installed: it can be captured in a graph, adds bias
 and activation in the product's own kernel and lets algorithms be chosen. Without it they go through CuPy's bindings
-(``cublas_plain``), eagerly. What depends on shapes, strides and dtypes alone is worked out at the first call and
-looked up afterwards, by thread: a plan holds addresses while it runs.
+(``cublas_plain``), eagerly. Small products of float32 have a kernel of ours (``small_products``). What depends on
+shapes, strides and dtypes alone is worked out at the first call and looked up afterwards, by thread: a plan holds
+addresses while it runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 
 from .base import ACTIVATIONS, Array
 from .cublas_plain import PlainCublas
-from .cublaslt import CublasLt, Plan, Problem
+from .cublaslt import CublasLt, Problem
 from .cuda_source import CudaBase, loop_blocks, types
 from .precision import is_floating, tf32_allowed, wide
+from .small_products import SmallProduct, is_small
 
 _MOST_CALLS = 4096  # kept a thread; programs whose shapes never repeat start again
 _EPILOGUES = {
@@ -61,6 +63,7 @@ class CudaProducts(CudaBase):
         super().__init__(ordinal)
         self._blas: Any = None  # loading the library takes a while
         self._calls = _Calls()
+        self._clusters = False  # whether blocks can share memory
         self._spared = 0
         self.plan_book.on_change.append(self._forget_plans)
 
@@ -91,7 +94,7 @@ class CudaProducts(CudaBase):
         at_a, at_b, at_out = a.data.ptr, b.data.ptr, out.data.ptr
         low = (at_a | at_b | at_out) & 15
         plan = self._plan(call, low) if low or call.plan is None else call.plan
-        self._blas.run(plan, at_a, at_b, at_out, beta != 0.0, self.xp.cuda.get_current_stream().ptr)
+        plan.run(at_a, at_b, at_out, beta != 0.0, self.xp.cuda.get_current_stream().ptr)
         return out
 
     def linear(
@@ -101,13 +104,13 @@ class CudaProducts(CudaBase):
         key = (x.shape, x.strides, weight.strides, weight.shape, x.dtype, weight.dtype, activation, bias is None,
                tf32_allowed(), self._spared)  # fmt: skip
         call = known.get(key) or self._prepare(key, x, weight.T, _EPILOGUES[bias is not None, activation])
-        plan: Plan | None = None
+        plan: Any = None
         if call.problem is not None and (
             bias is None or (bias.dtype == call.dtype and bias.flags.c_contiguous)
         ):
             at_x, at_weight, at_bias = x.data.ptr, weight.data.ptr, 0 if bias is None else bias.data.ptr
-            low = (at_x | at_weight | at_bias) & 15
-            plan = self._plan(call, low) if low or call.plan is None else call.plan
+            if not (at_x | at_weight | at_bias) & 15:  # epilogues read the bias in packs
+                plan = self._plan(call, 0) if call.plan is None else call.plan
         if plan is None:
             return self._linear_in_parts(x, weight, bias, activation)
         out = self.xp.empty(call.shape, call.dtype)
@@ -117,7 +120,7 @@ class CudaProducts(CudaBase):
         if activation == "gelu":
             kept = self.xp.empty(call.shape, call.dtype)
             plan.point("EPILOGUE_AUX_POINTER", kept.data.ptr)
-        self._blas.run(plan, at_x, at_weight, out.data.ptr, False, self.xp.cuda.get_current_stream().ptr)
+        plan.run(at_x, at_weight, out.data.ptr, False, self.xp.cuda.get_current_stream().ptr)
         return out, kept
 
     def _linear_in_parts(
@@ -226,6 +229,8 @@ class CudaProducts(CudaBase):
         call = _Call(None, shape, dtype)
         if not is_floating(dtype) or b.dtype != dtype or not _writes(dtype, written):
             return call
+        if dtype == np.float64 and "GELU" in epilogue:  # cuBLASLt's is right to ten digits only
+            return call
         if math.prod(shape) == 0 or a.shape[-1] == 0:
             return call
         left, right = (_laid_out(x.shape, x.strides, dtype.itemsize, batch) for x in (a, b))
@@ -233,6 +238,7 @@ class CudaProducts(CudaBase):
             return call
         if self._blas is None:
             self._blas = self._load()
+            self._clusters = int(self.xp.cuda.Device().compute_capability) >= 90
         spared = self._spared
         call.problem = Problem(
             dtype.name, written.name, dtype == np.float32 and tf32_allowed(),
@@ -247,12 +253,18 @@ class CudaProducts(CudaBase):
         except ImportError:
             return PlainCublas(self.xp)
 
+    def _made(self, problem: Problem) -> Any:
+        """Return a new plan for a problem; None if there is none."""
+        if self._clusters and is_small(problem):
+            return SmallProduct(self.launch, problem, self._blas.multiprocessors)
+        return self._blas.plan(problem)
+
     def _plan(self, call: _Call, low: int) -> Any:
         """Return the plan for addresses whose last four bits together are ``low``; None if there is none."""
         alignment = low & -low if low else 16
         if alignment not in call.plans:
             assert call.problem is not None
-            call.plans[alignment] = self._blas.plan(call.problem._replace(alignment=alignment))
+            call.plans[alignment] = self._made(call.problem._replace(alignment=alignment))
         if not low:
             call.plan = call.plans[16]
         return call.plans[alignment]
@@ -272,8 +284,6 @@ class CudaProducts(CudaBase):
                 x if _laid_out(x.shape, x.strides, dtype.itemsize, batch) else xp.ascontiguousarray(x)
                 for x in (a, b)
             )
-            if left is a and right is b:
-                raise AssertionError("a contiguous array can be read")
             left, right = (
                 x
                 if _laid_out(x.shape, x.strides, dtype.itemsize, batch)

@@ -7,9 +7,15 @@
 
 struct alignas(N * sizeof(T) > 16 ? 16 : N * sizeof(T)) Pack { T v[N]; };
 
+// 16-bit results need no more than seven digits, and tanh() itself would take longer than the memory.
+__device__ __forceinline__ W hyperbolic(W u) {
+    if (sizeof(T) == 2) return 1 - __fdividef(2.0f, __expf(2 * (float)u) + 1);
+    return tanh(u);
+}
+
 __device__ __forceinline__ W activate(W a) {
     if (ACTIVATION == 1) return a < 0 ? (W)0 : a;  // NaN stays
-    if (ACTIVATION == 2) return (tanh((a * a * CUBE + 1) * a * ROOT) + 1) * a * (W)0.5;
+    if (ACTIVATION == 2) return (hyperbolic((a * a * CUBE + 1) * a * ROOT) + 1) * a * (W)0.5;
     return a;
 }
 
@@ -17,7 +23,7 @@ __device__ __forceinline__ W activate(W a) {
 __device__ __forceinline__ W deactivate(W g, W kept) {
     if (ACTIVATION == 1) return (kept > 0 ? (W)1 : (W)0) * g;
     if (ACTIVATION == 2) {
-        W t = tanh((kept * kept * CUBE + 1) * kept * ROOT);
+        W t = hyperbolic((kept * kept * CUBE + 1) * kept * ROOT);
         return ((kept * kept * (3 * CUBE * ROOT) + ROOT) * kept * (1 - t) + 1) * (t + 1) * (W)0.5 * g;
     }
     return g;

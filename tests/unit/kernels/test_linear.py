@@ -11,6 +11,7 @@ from mpdp.errors import MissingDependencyError
 from mpdp.kernels.cublas_plain import PlainCublas
 from mpdp.kernels.cublaslt import Problem
 from mpdp.kernels.cuda_products import _laid_out, _packed
+from mpdp.kernels.small_products import is_small, shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(d) for d in ("float32", "float64", "float16")] + [BF16]
@@ -249,10 +250,55 @@ def test_a_capture_without_nvmath_names_the_install_line():
     plain = PlainCublas.__new__(PlainCublas)
     plain._cublas, plain._handle = Refuses(), lambda: 0
     problem = Problem("float32", "float32", False, 2, 3, 4, 0, 4, 0, 0, 3, 0)
-    assert plain.plan(problem) == problem and plain.plan(problem._replace(epilogue="BIAS")) is None
+    assert plain.plan(problem._replace(epilogue="BIAS")) is None
     for batch in (1, 2):
         with pytest.raises(MissingDependencyError, match=r"product: expected nvmath-python .* pip install"):
-            plain.run(problem._replace(batch=batch), 0, 0, 0, False, 0)
+            plain.plan(problem._replace(batch=batch)).run(0, 0, 0, False, 0)
+
+
+MORE = [
+    (128, 512, 784),
+    (128, 512, 512),
+    (10, 512, 128),
+    (128, 10, 512),
+    (512, 784, 128),
+    (1, 1, 1),
+    (65, 7, 33),
+]
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 132])
+@pytest.mark.parametrize("sizes", [*MORE, (128, 512, 10), (4000, 3, 20), (7, 9, 4095)])
+def test_small_products_are_cut_in_slices_that_cover_the_inner_length(sizes, multiprocessors):
+    problem = Problem("float32", "float32", False, *sizes, 0, sizes[2], 0, 0, sizes[1], 0)
+    assert is_small(problem) and not is_small(problem._replace(tf32=True))
+    (down, across, tm, tn), split, part = shape(problem, multiprocessors)
+    assert part % 4 == 0 and part * split >= sizes[2] > part * (split - 1)
+    threads = (down // tm) * (across // tn)
+    assert threads % 32 == 0 and (across // tn) % 8 == 0 and (down // tm) % 4 == 0
+    assert (down * 8) % threads == (across * 8) % threads == 0  # packs of four that a thread carries
+
+
+@on_both
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("turned", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("sizes", [*MORE, (33, 17, 129), (64, 64, 3000), (300, 200, 65), (5, 1000, 16)])
+def test_products_of_float32(sizes, turned, beta):
+    rows, columns, inner = sizes
+    for start in (0, 1):  # one of them is not aligned
+        a, b = (
+            draw((inner, rows) if turned[0] else (rows, inner), "f4"),
+            draw((columns, inner) if turned[1] else (inner, columns), "f4"),
+        )
+        before = draw((rows, columns), "f4") if beta else np.full((rows, columns), np.nan, "f4")
+        memory = put(np.concatenate([np.zeros(start, "f4"), a.ravel(), b.ravel(), before.ravel()]))
+        left = memory[start : start + a.size].reshape(a.shape)
+        right = memory[start + a.size : start + a.size + b.size].reshape(b.shape)
+        out = memory[start + a.size + b.size :].reshape(rows, columns)
+        left, right = left.T if turned[0] else left, right.T if turned[1] else right
+        here.kernels.gemm(left, right, out, beta)
+        exact = host(left).astype("f8") @ host(right).astype("f8") + (before if beta else 0)
+        close(out, exact, np.dtype("f4"), 4)
 
 
 def test_keys_tell_problems_apart():
