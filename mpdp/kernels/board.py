@@ -41,6 +41,7 @@ class Status(IntEnum):
     BROKEN = 5  # a collective was broken off
 
 
+Loss = tuple[Any, float, Any]  # total, factor and count, as for :meth:`Board.take`
 _STATUS = tuple(Status)
 _WORD, _REPORT, _SLOT = struct.Struct("=q"), struct.Struct("=2q4d2q"), struct.Struct("=4q4dq")
 
@@ -188,7 +189,7 @@ class Board:
         """Return whether the last launch that was written has come to ``signal(count)``."""
         return bool(self._signal[0] >= _signal(self.launches, count))
 
-    def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
+    def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
         """Decide from the reduced record and gradient whether the update is applied, and with which factor.
 
         With s = power / count / loss_scale the factor is ``s min(1, clip_norm / (|gradient| s + 1e-6))``.
@@ -196,6 +197,7 @@ class Board:
         Args:
             gradient: flat array of sums over ranks.
             span: elements of a partial sum of squares.
+            loss: what :meth:`take` would be called with right before, where the update has one micro-batch.
             broken: address of a 32-bit word in device memory that is set where a sum was broken off; 0 for none.
         """
         raise NotImplementedError
@@ -212,6 +214,7 @@ class Board:
         self.take(loss, 1.0, 0.0, True)
         self.signal(0)
         self.decide(gradient, span)
+        self.decide(gradient, span, loss=(loss, 1.0, 0.0))
         self._synchronize()
         self.words.fill(0)
         self._synchronize()
@@ -262,16 +265,18 @@ class HostBoard(Board):
     def signal(self, count: int) -> None:
         self._signal[0] = _signal(int(self.words[LAUNCH]), count)
 
-    def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
+    def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
+        if loss is not None:
+            self.take(*loss, True)
         words, floats = self.words, self.words.view(np.float64)
-        loss, count, norm, scale = float(floats[LOSS]), float(floats[COUNT]), 0.0, 0.0
+        total, count, norm, scale = float(floats[LOSS]), float(floats[COUNT]), 0.0, 0.0
         bad = -1
         if not self.kernels.all_finite(gradient):
             bad = int(np.flatnonzero(~np.isfinite(gradient))[0])
         status = Status.APPLIED
         if words[HALTED]:
             status = Status(int(words[HALTED]))
-        elif not math.isfinite(loss):
+        elif not math.isfinite(total):
             status = Status.LOSS_LOST
         elif not count > 0:
             status = Status.NOTHING
@@ -290,7 +295,7 @@ class HostBoard(Board):
         update = int(words[UPDATE])
         words[UPDATE] += 1
         at = update % self.reports * REPORT
-        self._reports.view(np.float64)[at + TOTAL : at + LENGTH + 1] = loss, count, floats[MINE], norm
+        self._reports.view(np.float64)[at + TOTAL : at + LENGTH + 1] = total, count, floats[MINE], norm
         self._reports[at + STATUS] = status
         self._reports[at + FIRST], self._reports[at + WHEN] = (
             bad,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .board import Board
+from .board import Board, Loss
 from .cuda_source import THREADS, number, stored
 
 _ARRAYS = 4  # that one launch of `begin` copies
@@ -63,8 +63,10 @@ class CudaBoard(Board):
     def signal(self, count: int) -> None:
         self._launch("signal", np.float32, np.float32, 1, 1, self._signal.ctypes.data, count)
 
-    def decide(self, gradient: Any, span: int, broken: int = 0) -> None:
-        spans, built = -(-gradient.size // span), ("G", stored(gradient.dtype), "T", "float")
+    def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
+        total, factor, count = (None, 0.0, 0.0) if loss is None else loss
+        spans, kind = -(-gradient.size // span), "float" if total is None else stored(total.dtype)
+        built = ("G", stored(gradient.dtype), "T", kind)
         if self._sums is None or len(self._sums) != spans:
             self._sums = self.kernels.xp.empty(spans, np.float64)
         launch = self.kernels.launch
@@ -72,5 +74,5 @@ class CudaBoard(Board):
             launch("step", "span_norms", built, spans, THREADS, gradient, self._sums, gradient.size, span)
         launch(
             "step", "decide", built, 1, 1024, self.words, self._sums, spans, gradient, gradient.size, span,
-            self._reports.ctypes.data, self.reports, broken,
+            self._reports.ctypes.data, self.reports, broken, total, float(factor), *number(count),
         )  # fmt: skip

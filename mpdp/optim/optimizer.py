@@ -94,7 +94,7 @@ class Optimizer:
         self._kernels: Any = None
         self._scratch: Any = None
         self._plan: Any = None
-        self._decay_columns: dict[tuple[int, int], Any] = {}
+        self._decay_column: Any = None  # decay of each block
         self._groups: Any = None  # group of each block, where the kernels want it
         self._owners: Any = None  # parameter of each block, likewise, once it is needed
         self._common: int | None = 0  # the count that all parameters share; None where they differ
@@ -158,7 +158,7 @@ class Optimizer:
         self.state, self.updates, self._common = {}, np.zeros(0, dtype=np.int64), 0
         self._layout = self._weights = self._copy = self._kernels = self._scratch = self._plan = None
         self._groups = self._owners = None
-        self._decay_columns = {}
+        self._decay_column = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -189,17 +189,15 @@ class Optimizer:
         """Whether all parameters have got the same number of updates."""
         return self._common is not None
 
-    def prepare_captured(self, used: Any = None) -> None:
-        """Make what :meth:`apply_captured` reads beside its arguments. **Local.**"""
-        for first, last, group in self._plan.ranges(0, self._layout.trainable_size, used):
-            if group is None and (first, last) not in self._decay_columns:
-                of_block = self._groups[first // self._layout.BLOCK : last // self._layout.BLOCK]
-                self._decay_columns[first, last] = self._kernels.column(np.array(self._decays), of_block)
+    def prepare_captured(self) -> None:
+        """Make what :meth:`apply_captured` reads beside its arguments, before anything is captured. **Local.**"""
+        if self._decay_column is None and len(self._decays) > 1:
+            self._decay_column = self._kernels.column(np.array(self._decays), self._groups)
 
     def apply_captured(self, gradient: Any, *, scale: Any, numbers: Any, when: Any, used: Any = None) -> None:
         """Update all weights by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
 
-        **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before, with the same ``used``.
+        **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before.
 
         Args:
             gradient: flat array over the trainable zone: sums over samples.
@@ -214,7 +212,7 @@ class Optimizer:
             if group is None:
                 of_block = self._groups[first // block : last // block]
                 values = [row[of_block] for row in numbers]
-                decay = self._decay_columns[first, last]
+                decay = self._decay_column[first // block : last // block]
             else:
                 values = [row[group : group + 1].reshape(()) for row in numbers]
                 decay = self._decays[group]

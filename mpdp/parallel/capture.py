@@ -74,6 +74,7 @@ class Capture:
         self.used: Any = None
         self.signals: tuple[int, ...] = ()
         self.count = 0
+        self._loss: Any = None
         self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
         self._comm = parallel.comm
         self._kernels = kernels.for_device(parallel.world.device)
@@ -102,6 +103,7 @@ class Capture:
         try:
             if self.board is None:
                 self.board = self._new_board()
+            self.optimizer.prepare_captured()
             if (
                 parallel.exponent not in self._seeds
             ):  # a constant in memory saves the launch that would write it
@@ -154,7 +156,11 @@ class Capture:
         captured.output = _detached(output) if looks else None  # nothing else may hold what the graph writes
         total, factor, count = split_captured(self.loss_function(output, captured.target), captured.count)
         precision.check_loss(total)
-        board.take(total.data, factor, count, first)
+        self._loss = None
+        if self._comm.size > 1 or not (first and last):
+            board.take(total.data, factor, count, first)
+        else:
+            self._loss = total.data, factor, count  # taken with the decision: one launch less
         tape = Tape(total)
         parallel._memory.look(tape, tape.signature, captured.count)
         seed: Any = factor * 2.0**-parallel.exponent
@@ -208,14 +214,13 @@ class Capture:
                 "a parameter is used by no operation on this rank, and ranks may differ in which"
             )
         self.used = used
-        self.optimizer.prepare_captured(used)
 
     def _apply(self) -> None:
         """Launch the decision and the optimizer."""
         parallel, board = self.parallel, self.board
         assert board is not None
         gradient = parallel.arena.array
-        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0))
+        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
         self.optimizer.apply_captured(
             gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used
         )

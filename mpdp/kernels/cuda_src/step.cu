@@ -30,22 +30,29 @@ extern "C" __global__ void begin(i64* board, const volatile i64* ring, i64 slots
         i64 chosen = HEAD + table * (board[APPLIED] - slot[KNOWN - HEAD]);
         for (i64 i = threadIdx.x; i < table; i += blockDim.x) board[NUMBERS + 2 * table + i] = slot[chosen + i];
     }
-    const volatile i64* sources = slot + HEAD + 2 * table + first;
-    i64 there = rows ? slot[ROWS - HEAD] : 1, made = rows ? rows : 1;
-    if (bytes0) copy_rows(to0, (const char*)sources[0], bytes0 / made * there, bytes0);
-    if (bytes1) copy_rows(to1, (const char*)sources[1], bytes1 / made * there, bytes1);
-    if (bytes2) copy_rows(to2, (const char*)sources[2], bytes2 / made * there, bytes2);
-    if (bytes3) copy_rows(to3, (const char*)sources[3], bytes3 / made * there, bytes3);
+    __shared__ i64 found[5];  // each read crosses the bus: five a block, not five a thread
+    if (threadIdx.x < 4) found[threadIdx.x] = slot[HEAD + 2 * table + first + threadIdx.x];
+    if (threadIdx.x == 4) found[4] = rows ? slot[ROWS - HEAD] : 1;
+    __syncthreads();
+    i64 there = found[4], made = rows ? rows : 1;
+    if (bytes0) copy_rows(to0, (const char*)found[0], bytes0 / made * there, bytes0);
+    if (bytes1) copy_rows(to1, (const char*)found[1], bytes1 / made * there, bytes1);
+    if (bytes2) copy_rows(to2, (const char*)found[2], bytes2 / made * there, bytes2);
+    if (bytes3) copy_rows(to3, (const char*)found[3], bytes3 / made * there, bytes3);
 }
 
-// Adds the loss sum and the count of one micro-batch to the record. One thread.
-extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBER(count), i64 first) {
+__device__ __forceinline__ void take_loss(i64* board, const T* total, double factor, double here, bool first) {
     double* numbers = (double*)board;
-    double here = VALUE(count, 0), loss = first ? 0 : numbers[MINE], counted = first ? 0 : numbers[COUNT];
+    double loss = first ? 0 : numbers[MINE], counted = first ? 0 : numbers[COUNT];
     if (here != 0) loss += (double)wide(*total) * factor;  // a mean of nothing may be NaN
     numbers[LOSS] = numbers[MINE] = loss;
     numbers[COUNT] = counted + here;
     board[LAUNCH] += 1;
+}
+
+// Adds the loss sum and the count of one micro-batch to the record. One thread.
+extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBER(count), i64 first) {
+    take_loss(board, total, factor, VALUE(count, 0), first);
 }
 
 // Tells the host, in pinned memory, that so many chunks of this launch are final. One thread.
@@ -82,9 +89,10 @@ __device__ __forceinline__ i64 block_first(i64 value) {
     return value;
 }
 
-// Decides what becomes of the update, and reports it. One block.
+// Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. One block.
 extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, const G* gradient, i64 size, i64 span,
-                                  volatile i64* reports, i64 most, const volatile u32* broken) {
+                                  volatile i64* reports, i64 most, const volatile u32* broken, const T* total,
+                                  double factor, NUMBER(count)) {
     double* numbers = (double*)board;
     double sum = 0;
     for (i64 i = threadIdx.x; i < spans; i += blockDim.x) sum += sums[i];
@@ -101,7 +109,8 @@ extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, con
         bad = block_first(element);
     }
     if (threadIdx.x) return;
-    double loss = numbers[LOSS], count = numbers[COUNT], norm = 0, scale = 0;
+    if (total) take_loss(board, total, factor, VALUE(count, 0), true);
+    double loss = numbers[LOSS], counted = numbers[COUNT], norm = 0, scale = 0;
     i64 status = APPLIED_IT;
     if (board[HALTED]) {
         status = board[HALTED];
@@ -109,12 +118,12 @@ extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, con
         status = BROKEN;
     } else if (!(fabs(loss) < infinity(loss))) {
         status = LOSS_LOST;
-    } else if (!(count > 0)) {
+    } else if (!(counted > 0)) {
         status = NOTHING;
     } else if (bad >= 0) {
         status = board[SKIPS] ? SKIPPED : GRADIENT_LOST;
     } else {
-        scale = numbers[POWER] / count / numbers[LOSS_SCALE];
+        scale = numbers[POWER] / counted / numbers[LOSS_SCALE];
         norm = sqrt(sum) * scale;
         double clip = numbers[CLIP];
         if (clip > 0) {
@@ -132,7 +141,7 @@ extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, con
     volatile i64* report = reports + update % most * REPORT;
     volatile double* values = (volatile double*)report;
     report[STATUS] = status;
-    values[TOTAL] = loss, values[COUNTED] = count, values[OWN] = numbers[MINE], values[LENGTH] = norm;
+    values[TOTAL] = loss, values[COUNTED] = counted, values[OWN] = numbers[MINE], values[LENGTH] = norm;
     report[FIRST] = bad, report[WHEN] = board[HALTED] ? board[HALTED_STEP] : board[STEP];
     __threadfence_system();
     report[FULL] = update + 1;

@@ -31,12 +31,14 @@ def board_of(numbers=1, slots=4):
     return here.kernels.board(slots, numbers, 6, 4)
 
 
-def decided(board, gradient, loss=6.0, count=4.0, **slot):
+def decided(board, gradient, loss=6.0, count=4.0, apart=True, **slot):
     """Do one update of one micro-batch, and return its report."""
     board.write(**{**SLOT, **slot})
     board.begin((), 0)
-    board.take(put(np.float32(loss)), 1.0, count, True)
-    board.decide(put(gradient), SPAN)
+    taken = put(np.float32(loss)), 1.0, count
+    if apart:
+        board.take(*taken, True)
+    board.decide(put(gradient), SPAN, loss=None if apart else taken)
     update = int(host(board.words)[1]) - 1  # waits
     assert board.report(update + 1) is None
     return board.report(update)
@@ -86,11 +88,12 @@ def test_sums_over_micro_batches(device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("clip", [None, 0.25, 1e9])
-def test_the_factor_has_the_bits_of_the_host(device, dtype, clip):
+@pytest.mark.parametrize(("clip", "apart"), [(None, True), (0.25, False), (1e9, True)])
+def test_the_factor_has_the_bits_of_the_host(device, dtype, clip, apart):
     gradient = np.random.default_rng(1).normal(size=3 * SPAN).astype(dtype)
     board = board_of()
-    report = decided(board, gradient, clip_norm=clip, loss_scale=4.0, count=3.0)
+    report = decided(board, gradient, clip_norm=clip, loss_scale=4.0, count=3.0, apart=apart)
+    assert int(host(board.words)[0]) == 1
     scale = 8.0 / 3.0 / 4.0
     norm = math.sqrt(float(here.kernels.squared_norm(put(gradient), SPAN))) * scale
     factor = scale if clip is None else scale * min(1.0, clip / (norm + 1e-6))
