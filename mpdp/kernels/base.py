@@ -351,8 +351,12 @@ class Kernels(UpdateKernels):
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        """Return whether :meth:`cross_entropy` of these can check the target itself, which saves launches."""
+        return False
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
         """Return the sum over rows of -log softmax(logits)[target], and what its backward needs.
 
@@ -361,6 +365,8 @@ class Kernels(UpdateKernels):
             target: integers (N,), each in 0..C-1 or ``ignore_index`` (checked by the caller).
             ignore_index: the target of rows that add nothing.
             count: what :meth:`check_class_indices` returned, where it is known: a hint that may save work.
+            check: do what :meth:`check_class_indices` does too, and write the count into ``count``; only where
+                :meth:`checks_with_loss`.
 
         Returns:
             (sum, saved): the sum is 0-d, of the dtype of logits, but float32 for 16-bit logits.
