@@ -22,7 +22,7 @@ import numpy as np
 
 # Words of 8 bytes, as in cuda_src/step.cu. The board: what the step itself keeps, then its slot, then the numbers that
 # were chosen from the slot.
-LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE = range(11)
+LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, TICKET = range(12)
 HEAD = 16
 STEP, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS = range(16, 25)
 NUMBERS = 32

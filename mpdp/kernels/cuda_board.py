@@ -66,13 +66,11 @@ class CudaBoard(Board):
     def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
         total, factor, count = (None, 0.0, 0.0) if loss is None else loss
         spans, kind = -(-gradient.size // span), "float" if total is None else stored(total.dtype)
+        blocks = max(spans, 1)
         built = ("G", stored(gradient.dtype), "T", kind)
-        if self._sums is None or len(self._sums) != spans:
-            self._sums = self.kernels.xp.empty(spans, np.float64)
-        launch = self.kernels.launch
-        if spans:
-            launch("step", "span_norms", built, spans, THREADS, gradient, self._sums, gradient.size, span)
-        launch(
-            "step", "decide", built, 1, 1024, self.words, self._sums, spans, gradient, gradient.size, span,
+        if self._sums is None or len(self._sums) != blocks:
+            self._sums = self.kernels.xp.empty(blocks, np.float64)
+        self.kernels.launch(
+            "step", "decide", built, blocks, THREADS, self.words, self._sums, blocks, gradient, gradient.size, span,
             self._reports.ctypes.data, self.reports, broken, total, float(factor), *number(count),
         )  # fmt: skip

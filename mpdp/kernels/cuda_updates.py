@@ -106,7 +106,9 @@ class CudaUpdates(CudaBase):
     def squared_norm(self, x: Any, span: int = 4096) -> Any:
         spans, out = self.sum_of_squares(x, span), self.xp.empty((), np.float64)
         built = types(np.float64, np.float64)
-        self.launch("spans", "total", built, 1, 1024, spans, out, spans.size)  # as `decide` of step.cu adds
+        self.launch(
+            "spans", "total", built, 1, THREADS, spans, out, spans.size
+        )  # as `decide` of step.cu adds
         return out
 
     def checksum(self, array: Any) -> int:

@@ -1,7 +1,7 @@
 // What a captured step reads from the host, and what it tells the host: see kernels/board.py for the words.
 // G: type of the gradient; T: of the loss. Built without fused multiply-add: the decision has the host's bits.
 
-enum { LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, HEAD = 16 };
+enum { LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, TICKET, HEAD = 16 };
 enum { STEP = 16, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS, NUMBERS = 32 };
 enum { FULL, STATUS, TOTAL, COUNTED, OWN, LENGTH, FIRST, WHEN, REPORT = 8 };
 enum { APPLIED_IT, SKIPPED, NOTHING, LOSS_LOST, GRADIENT_LOST, BROKEN };
@@ -61,8 +61,10 @@ extern "C" __global__ void signal(const i64* board, volatile i64* word, i64 coun
     *word = (board[LAUNCH] << 20) + count;
 }
 
-// The float64 sum of squares of each span, as span_squares has it; NaN where an element is not finite.
-extern "C" __global__ void span_norms(const G* x, double* out, i64 n, i64 span) {
+// Writes the float64 sum of squares of the block's span, as span_squares has it, and NaN where an element is not
+// finite. Returns whether this block is the last to do so: it sees all sums then.
+__device__ __forceinline__ bool add_span(i64* board, const G* x, double* out, i64 n, i64 span) {
+    __shared__ u32 before;
     i64 first = blockIdx.x * span, last = first + span < n ? first + span : n;
     double sum = 0;
     int bad = 0;
@@ -73,7 +75,14 @@ extern "C" __global__ void span_norms(const G* x, double* out, i64 n, i64 span) 
     }
     sum = block_sum(sum);
     bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0) out[blockIdx.x] = bad ? not_a_number(sum) : sum;
+    if (threadIdx.x == 0) {
+        out[blockIdx.x] = bad ? not_a_number(sum) : sum;
+        __threadfence();
+        before = atomicAdd((u32*)(board + TICKET), 1);  // counts blocks; sums are added in the order of spans
+        __threadfence();
+    }
+    __syncthreads();
+    return before == gridDim.x - 1;
 }
 
 __device__ __forceinline__ i64 block_first(i64 value) {
@@ -89,11 +98,14 @@ __device__ __forceinline__ i64 block_first(i64 value) {
     return value;
 }
 
-// Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. One block.
-extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, const G* gradient, i64 size, i64 span,
+// Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. A block a span,
+// of which the last one to be done decides.
+extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, const G* gradient, i64 size, i64 span,
                                   volatile i64* reports, i64 most, const volatile u32* broken, const T* total,
                                   double factor, NUMBER(count)) {
     double* numbers = (double*)board;
+    if (!add_span(board, gradient, span_sums, size, span)) return;
+    const volatile double* sums = span_sums;
     double sum = 0;
     for (i64 i = threadIdx.x; i < spans; i += blockDim.x) sum += sums[i];
     sum = block_sum(sum);
@@ -109,6 +121,7 @@ extern "C" __global__ void decide(i64* board, const double* sums, i64 spans, con
         bad = block_first(element);
     }
     if (threadIdx.x) return;
+    board[TICKET] = 0;
     if (total) take_loss(board, total, factor, VALUE(count, 0), true);
     double loss = numbers[LOSS], counted = numbers[COUNT], norm = 0, scale = 0;
     i64 status = APPLIED_IT;
