@@ -99,6 +99,8 @@ class Capture:
         """
         parallel, binding, reducer = self.parallel, self.parallel._replica.binding, self.parallel.reducer
         reduced = reducer.step
+        if parallel.world.device.kind == "cuda":
+            parallel._memory.note_peak(parallel._replica)
         self.recorder.make_room()
         try:
             if self.board is None:
