@@ -78,9 +78,8 @@ class Module:
     recompute: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__
-        changes = own.get("_changes")
-        if changes is not None and own.get(name, _NOTHING) is not value:
+        changes = self.__dict__.get("_changes")
+        if changes is not None and getattr(self, name, _NOTHING) is not value:
             if name == "training":
                 changes.modes += 1
             else:
