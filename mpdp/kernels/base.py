@@ -353,7 +353,7 @@ class Kernels(UpdateKernels):
 
     def checks_with_loss(self, logits: Array, target: Array) -> bool:
         """Return whether :meth:`cross_entropy` of these can check the target itself, which saves launches."""
-        return False
+        raise NotImplementedError
 
     def cross_entropy(
         self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
