@@ -254,8 +254,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         if found.local_rank == 0:
             say(control.rank, control.size, level, message)
 
-    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes), log)
     ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes, ranks_per_device), log)
     comm, reason = choose(wanted, control, chosen, found.node, found.num_nodes, log, ranks_per_device, sizes)
     guard.current.at_end(comm.release)
     place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes

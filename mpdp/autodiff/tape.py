@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import kernels
 from ..errors import TapeError
+from ..kernels.precision import is_half, wide
 from .held import held_bytes
 from .recording import Node
 from .wants import WANTED, Target, Want
@@ -273,10 +274,14 @@ def _reachable(root: Node) -> list[Node]:
 
 
 def _checked(name: str, i: int, source: Any, gradient: Any, k: Any) -> Any:
-    """Return a gradient after checking its shape and dtype against the input's."""
+    """Return a gradient after checking its shape and dtype against the input's; float32 is rounded to 16 bits."""
     if getattr(gradient, "shape", None) == source.shape and (
-        gradient.dtype == source.dtype or (type(source) is not Node and source._takes(gradient.dtype))
+        gradient.dtype == source.dtype
+        or (type(source) is not Node and source._takes(gradient.dtype))
+        or (is_half(source.dtype) and gradient.dtype == wide(source.dtype))
     ):
+        if gradient.dtype != source.dtype and (type(source) is Node or not source._takes(gradient.dtype)):
+            gradient = gradient.astype(source.dtype)
         # 0-d results of NumPy are scalars, which nothing can be added to in place.
         return gradient if isinstance(gradient, k.xp.ndarray) else k.xp.asarray(gradient)
     got = f"{gradient.dtype} {gradient.shape}" if hasattr(gradient, "dtype") else type(gradient).__name__

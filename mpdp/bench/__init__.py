@@ -51,12 +51,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.benchmark == "all-reduce" and arguments.tune:
         from . import tune
 
-        if kind != "cpu":
-            parser.error(
-                f"--tune: expected --device cpu, got {arguments.device}; GPUs have no measured sizes yet"
-            )
-        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tune.TRANSPORTS}:
-            parser.error(f"--tune: expected no other choice than --transports {','.join(tune.TRANSPORTS)}")
+        tunable = tune.TRANSPORTS[kind] if kind != "auto" else sum(tune.TRANSPORTS.values(), ())
+        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tunable}:
+            parser.error(f"--tune: expected no other choice than --transports {','.join(tunable)}")
         return tune.run(
             device=arguments.device,
             transports=arguments.transports,

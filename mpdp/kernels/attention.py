@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .base import Array, Kernels
@@ -39,7 +40,7 @@ class PlainAttention(Kernels):
             allowed = here if allowed is None else xp.logical_and(allowed, here)
         if allowed is not None:
             # The lowest number and not -inf: a row without any key then has no NaN.
-            scores = self._filled(scores, allowed, np.finfo(scores.dtype).min)
+            scores = self._filled(scores, allowed, float(ml_dtypes.finfo(scores.dtype).min))
         weights = self.softmax(scores, -1) if scores.size else scores
         if keys is not None:
             weights *= allowed
@@ -48,7 +49,7 @@ class PlainAttention(Kernels):
 
     def _filled(self, scores: Array, allowed: Array, value: Any) -> Array:
         """Return the scores that are allowed, and ``value`` elsewhere; ``scores`` may be overwritten."""
-        return self.xp.where(allowed, scores, value)
+        return self.xp.where(allowed, scores, value).astype(scores.dtype, copy=False)  # CuPy widens bfloat16
 
     def attention_backward(
         self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float

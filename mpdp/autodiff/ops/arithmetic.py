@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...kernels.precision import is_floating
+from ...kernels.precision import is_floating, is_half
 from ..operation import Operation
 from ..wants import deliver
 
@@ -25,13 +25,22 @@ def _match(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
+def _kept(out: Any, a: Any, b: Any) -> Any:
+    """Return a result in its operands' 16 bits, where the array module widened them.
+
+    Older ml_dtypes do so beside a Python number, and CuPy where a function has no bfloat16 of its own.
+    """
+    dtype = a.dtype if hasattr(a, "dtype") else b.dtype
+    return out.astype(dtype) if is_half(dtype) and out.dtype != dtype else out
+
+
 def _shape(a: Any) -> tuple[int, ...] | None:
     return getattr(a, "shape", None)
 
 
 def _add(k, a, b):
     a, b = _match(a, b)
-    return k.xp.add(a, b), (_shape(a), _shape(b))
+    return _kept(k.xp.add(a, b), a, b), (_shape(a), _shape(b))
 
 
 def _add_backward(k, saved, g, wants):
@@ -40,7 +49,7 @@ def _add_backward(k, saved, g, wants):
 
 def _subtract(k, a, b):
     a, b = _match(a, b)
-    return k.xp.subtract(a, b), (_shape(a), _shape(b))
+    return _kept(k.xp.subtract(a, b), a, b), (_shape(a), _shape(b))
 
 
 def _subtract_backward(k, saved, g, wants):
@@ -51,7 +60,7 @@ def _subtract_backward(k, saved, g, wants):
 
 def _multiply(k, a, b):
     a, b = _match(a, b)
-    return k.xp.multiply(a, b), (a, b)
+    return _kept(k.xp.multiply(a, b), a, b), (a, b)
 
 
 def _multiply_backward(k, saved, g, wants):
@@ -63,7 +72,7 @@ def _multiply_backward(k, saved, g, wants):
 
 def _divide(k, a, b):
     a, b = _match(a, b)
-    out = k.xp.true_divide(a, b)
+    out = _kept(k.xp.true_divide(a, b), a, b)
     return out, (_shape(a), b, out)
 
 
@@ -85,7 +94,7 @@ def _negative_backward(k, saved, g, wants):
 
 def _power(k, a, b):
     a, b = _match(a, b)
-    out = a**b
+    out = _kept(a**b, a, b)
     return out, (a, b, out)
 
 
@@ -122,7 +131,7 @@ def _choose(xp_name: str):
 
     def forward(k, a, b):
         a, b = _match(a, b)
-        return getattr(k.xp, xp_name)(a, b), (a, b)
+        return _kept(getattr(k.xp, xp_name)(a, b), a, b), (a, b)
 
     def backward(k, saved, g, wants):
         a, b = saved
@@ -138,7 +147,7 @@ def _choose(xp_name: str):
 
 def _where(k, condition, a, b):
     a, b = _match(a, b)
-    out = k.xp.where(condition, a, b)
+    out = _kept(k.xp.where(condition, a, b), a, b)
     return out, (condition, _shape(a), _shape(b))
 
 

@@ -71,7 +71,7 @@ extern "C" __global__ void gelu_backward(const T* g, const T* x, T* out, i64 n) 
 
 // Products, not a choice, as NumPy does it: an infinite element that is dropped gives NaN in both.
 extern "C" __global__ void dropout(const T* x, const u8* mask, T* out, i64 n, double scale) {
-    W keep = (W)wide(As<T>::of(scale));
+    W keep = (W)scale;
     i64 start = 0;
     if (packed(x) && packed(mask) && packed(out)) {
         for (i64 i = thread(); i < n / 4; i += threads()) {

@@ -35,7 +35,7 @@ def test_linear_with_an_activation(activation):
     x = put(random.standard_normal((4, 3, 6)).astype("f4"))
     expected = getattr(plain(x), activation)()
     assert host(layer.weight).tobytes() == host(plain.weight).tobytes()
-    np.testing.assert_allclose(host(layer(x)), host(expected), rtol=0, atol=4e-6)
+    np.testing.assert_allclose(host(layer(x)), host(expected), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r'activation: expected None, "relu" or "gelu", got \'silu\''):
         nn.Linear(6, 5, activation="silu")
 
