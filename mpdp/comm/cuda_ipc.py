@@ -76,6 +76,7 @@ class CudaIpcCommunicator(Communicator):
     """
 
     transport = "cuda_ipc"
+    capturable = True
 
     def __init__(
         self,

@@ -127,6 +127,7 @@ class NcclCommunicator(Communicator):
     """
 
     transport = "nccl"
+    capturable = True
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
+from .board import Board
 from .updates import UpdateKernels
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class Kernels(UpdateKernels):
         rank. The message names the step that :meth:`begin_step` said. On the CPU checks raise at once.
         """
         return None
+
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        """Return a new :class:`~mpdp.kernels.board.Board`, where a captured step keeps what changes."""
+        raise NotImplementedError
 
     # -- storage -------------------------------------------------------------------------------------------
 
@@ -184,9 +189,12 @@ class Kernels(UpdateKernels):
         raise NotImplementedError
 
     def keep_mask(
-        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+        self, key: tuple[int, int], step: Any, start: Any, count: int, elements: int, threshold: int
     ) -> Array:
-        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements)."""
+        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements).
+
+        ``step`` and ``start`` are numbers, or 0-d int64 arrays on the device.
+        """
         raise NotImplementedError
 
     # -- normalisation -------------------------------------------------------------------------------------
@@ -343,8 +351,12 @@ class Kernels(UpdateKernels):
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        """Return whether :meth:`cross_entropy` of these can check the target itself, which saves launches."""
+        raise NotImplementedError
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
         """Return the sum over rows of -log softmax(logits)[target], and what its backward needs.
 
@@ -353,6 +365,8 @@ class Kernels(UpdateKernels):
             target: integers (N,), each in 0..C-1 or ``ignore_index`` (checked by the caller).
             ignore_index: the target of rows that add nothing.
             count: what :meth:`check_class_indices` returned, where it is known: a hint that may save work.
+            check: do what :meth:`check_class_indices` does too, and write the count into ``count``; only where
+                :meth:`checks_with_loss`.
 
         Returns:
             (sum, saved): the sum is 0-d, of the dtype of logits, but float32 for 16-bit logits.

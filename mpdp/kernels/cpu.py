@@ -16,6 +16,7 @@ import numpy as np
 from . import random
 from .attention import CpuAttention
 from .base import Array, Shape
+from .board import Board, HostBoard
 from .channels import CpuChannels
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
@@ -39,6 +40,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
 
     def __init__(self) -> None:
         self.plan_book = PlanBook()
+
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        return HostBoard(self, slots, numbers, sources, reports)
 
     def from_host(self, array: Array) -> Array:
         return np.asarray(array)
@@ -210,9 +214,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
         return out
 
     def keep_mask(
-        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+        self, key: tuple[int, int], step: Any, start: Any, count: int, elements: int, threshold: int
     ) -> Array:
-        return random.bits(key, step, start, count, elements) >= np.uint32(threshold)
+        return random.bits(key, int(step), int(start), count, elements) >= np.uint32(threshold)
 
 
 KERNELS = CpuKernels()

@@ -18,7 +18,9 @@ import numpy as np
 from ..errors import DeviceError
 from .attention import PlainAttention
 from .base import Array, Shape
+from .board import Board
 from .channels import ChannelKernels
+from .cuda_board import CudaBoard
 from .cuda_indices import CudaIndices
 from .cuda_products import CudaProducts
 from .cuda_random import CudaRandom
@@ -60,6 +62,9 @@ class CudaKernels(
                 f"device {self.device}: expected an ordinal below the {count} GPUs that this process sees; look "
                 "at nvidia-smi and CUDA_VISIBLE_DEVICES"
             )
+
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        return CudaBoard(self, slots, numbers, sources, reports)
 
     # -- storage -------------------------------------------------------------------------------------------
 

@@ -59,10 +59,6 @@ class CudaIndices(CudaBase):
         if index.size == 0:
             count.fill(0)
             return count
-        if self._record is None:
-            fields = xp.cuda.alloc_pinned_memory(64)
-            self._record = np.frombuffer(fields, np.int64, 8)
-            self._record[:] = 0
         flat = self.flat(index)
         shape = index.shape
         inner = math.prod(shape[1:])
@@ -71,7 +67,7 @@ class CudaIndices(CudaBase):
         chunks = -(-index.size // _CHUNK)
         counts, firsts = (xp.empty(chunks, np.int64) if chunks > 1 else None for _ in range(2))
         threads = 1024 if index.size > THREADS else THREADS
-        address = self._record.ctypes.data
+        address = self._findings()
         self.launch(
             "indices", "check", built, chunks, threads, flat, index.size, _CHUNK, ignore or 0, ignore is not None,
             count, counts, firsts, address, *where,
@@ -80,6 +76,26 @@ class CudaIndices(CudaBase):
             found = count, counts, firsts, address
             self.launch("indices", "check_finish", built, 1, 1024, flat, chunks, *found, *where)
         return count
+
+    def _findings(self) -> int:
+        """Return the address of the record that checks write into."""
+        if self._record is None:
+            fields = self.xp.cuda.alloc_pinned_memory(64)
+            self._record = np.frombuffer(fields, np.int64, 8)
+            self._record[:] = 0
+        return int(self._record.ctypes.data)
+
+    def _check_and_loss(
+        self, logits: Array, target: Array, ignore: int, count: Array, *outputs: Array
+    ) -> None:
+        """Check few targets, count them, and write tops, sums and the loss of their rows; see indices.cu."""
+        rows, width = logits.shape
+        where = width, _TARGET, 1, 1, *whole_number(self._step)
+        built = ("INDEX", integer(target.dtype), *types(logits.dtype, outputs[-1].dtype))
+        self.launch(
+            "indices", "check_and_loss", built, 1, 1024, target, rows, width, ignore, count, self._findings(),
+            logits, *outputs, *where,
+        )  # fmt: skip
 
     def check_class_indices(self, target: Array, classes: int, ignore_index: int | None) -> Array:
         return self._check(target, classes, _TARGET, ignore_index)

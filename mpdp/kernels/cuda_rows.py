@@ -22,6 +22,8 @@ _ONE_BLOCK = 16_384  # elements up to which one block adds all
 class CudaRows(CudaBase):
     """Softmax, layer norm and losses. **Local.**"""
 
+    _check_and_loss: Any  # of kernels.cuda_indices
+
     def _rows(
         self,
         name: str,
@@ -98,10 +100,18 @@ class CudaRows(CudaBase):
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        return logits.ndim == 2 and 0 < logits.size <= _ONE_BLOCK and logits.shape[1] <= _WARP_WIDTH
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
         logits, target = self.flat(logits), self.flat(target)
+        if check:
+            tops, sums = (self.xp.empty(len(logits), wide(logits.dtype)) for _ in range(2))
+            total = self.xp.empty((), tops.dtype)
+            self._check_and_loss(logits, target, int(ignore_index), count, tops, sums, total)
+            return total, (logits, target, int(ignore_index), tops, sums)
         losses, tops, sums = (self.xp.empty(len(logits), wide(logits.dtype)) for _ in range(3))
         saved = logits, target, int(ignore_index), tops, sums
         index = integer(target.dtype)

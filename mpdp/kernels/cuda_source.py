@@ -32,7 +32,7 @@ _INTEGERS = {
     "uint64": "u64",
 }
 _PLAIN = (int, float)
-_EXACT = {"updates"}  # sources that are built without fused multiply-add, to have NumPy's bits
+_EXACT = {"updates", "step"}  # sources that are built without fused multiply-add, to have NumPy's bits
 
 
 @cache  # asking a dtype for its name costs a microsecond

@@ -64,8 +64,8 @@ def check(
         )
     if placement != "replicated":
         raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
-    if graph not in ("auto", False):
-        raise ValueError(f'graph: expected "auto" or False, got {graph!r}; leave it out')
+    if not (graph == "auto" or isinstance(graph, bool)):
+        raise ValueError(f'graph: expected "auto", True or False, got {graph!r}; leave it out')
     if plans not in ("suggested", "timed"):
         raise ValueError(f'plans: expected "suggested" or "timed", got {plans!r}; leave it out')
     for name, value in (("accumulate", accumulate), ("keep", keep)):
@@ -101,6 +101,12 @@ def check(
                     f"callbacks: expected objects with the methods of mpdp.Callback, got {type(callback).__name__} "
                     f"without {method}; derive it from mpdp.Callback"
                 )
+
+
+def check_graph(graph: Any, world: World) -> None:
+    """Refuse to require graphs where there are none. **Local.**"""
+    if graph is True and world.device.kind == "cpu":
+        raise ValueError('graph: expected "auto" or False on a CPU, got True; a GPU alone has graphs')
 
 
 def cast(model: Module, precision: str, world: World) -> None:

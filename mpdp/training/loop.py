@@ -71,8 +71,9 @@ class FitLoop:
                 trainer.model.train()
                 samples = plan.samples(position.batch)
                 self._train_one(stream)
-                self.progress.step(trainer.loss, samples)
+                self.progress.step(trainer.late_loss, samples)
                 trainer.after_step()
+        trainer.settle()
 
     def _train_one(self, stream: Iterator[Sequence[MicroBatch]]) -> None:
         """Do one update from the loader's stream."""
@@ -97,12 +98,12 @@ class FitLoop:
             flat = metrics.reshape(-1).copy()
             comm.all_reduce(flat, lane="urgent")
             metrics = flat.reshape(-1, 2)
-        parallel = trainer.parallel
-        trainer.position.add(parallel.last_loss_sum, parallel.last_count, metrics.tolist())
+        trainer.position.add_update(metrics.tolist())
 
     def _close_epoch(self) -> None:
         """Validate, add the epoch's row to the history, and call back. **Collective.**"""
         trainer, plan, position = self.trainer, self.plan, self.trainer.position
+        trainer.settle()
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "step": trainer.step_count,

@@ -174,7 +174,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
-        trainer.time_plans(False)
+        trainer.updates.time_plans(False)
         kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
     if state["precision"] != trainer.precision:
         trainer.world.log(

@@ -9,16 +9,16 @@ from ..operation import Operation
 from ..tensor import Tensor
 
 
-def _cross_entropy(k, logits, target, ignore_index, count):
+def _cross_entropy(k, logits, target, ignore_index, count, check=False):
     shape = logits.shape
     if len(shape) != 2:
         logits = logits.reshape(math.prod(shape[:-1]), shape[-1])
         target = target.reshape(-1)
-    total, saved = k.cross_entropy(logits, target, ignore_index, count)
+    total, saved = k.cross_entropy(logits, target, ignore_index, count, check)
     return total, (saved, shape)
 
 
-def _cross_entropy_backward(k, saved, g, wants, ignore_index, count):
+def _cross_entropy_backward(k, saved, g, wants, ignore_index, count, check=False):
     saved, shape = saved
     return k.cross_entropy_backward(g, saved).reshape(shape), None
 
@@ -52,7 +52,9 @@ _apply_squared_error = Operation("squared_error", _squared_error, _squared_error
 _apply_scaled = Operation("mean_of_sum", _scaled, _scaled_backward)
 
 
-def cross_entropy(logits: Any, target: Any, ignore_index: int = -100, count: Any = None) -> Tensor:
+def cross_entropy(
+    logits: Any, target: Any, ignore_index: int = -100, count: Any = None, check: bool = False
+) -> Tensor:
     """Return the sum over rows of -log softmax(logits)[target], as a scalar. **Local.**
 
     Labels are not checked here (``nn.cross_entropy`` does). 16-bit logits give a float32 sum.
@@ -62,8 +64,9 @@ def cross_entropy(logits: Any, target: Any, ignore_index: int = -100, count: Any
         target: integers (...), in 0..C-1; rows with ``ignore_index`` add nothing.
         ignore_index: the label to leave out.
         count: how many labels are not ``ignore_index``, as a 0-d array, where it is known.
+        check: check the labels and write ``count``, where the device's kernels can do so at once.
     """
-    return _apply_cross_entropy(logits, target, ignore_index=ignore_index, count=count)
+    return _apply_cross_entropy(logits, target, ignore_index=ignore_index, count=count, check=check)
 
 
 def squared_error(output: Any, target: Any) -> Tensor:

@@ -66,6 +66,44 @@ extern "C" __global__ void check_finish(const INDEX* index, i64 chunks, double* 
     FINISH(counted, first)
 }
 
+// For few short rows the check, the losses and their sum, in one block: W top and sum of exp(x - top) of each row of
+// x (n, width) for backward, and the sum of -log softmax(x)[index].
+extern "C" __global__ void check_and_loss(const INDEX* index, i64 n, i64 width, i64 ignore, double* count,
+                                          Record* record, const T* x, W* tops, W* sums, O* total, WHERE) {
+    i64 first = NONE, counted = 0;
+    double losses = 0;
+    for (i64 row = threadIdx.x / 32; row < n; row += blockDim.x / 32) {
+        const T* from = x + row * width;
+        W top = -infinity((W)0), sum = 0;
+        bool lost = false;  // a maximum does not keep NaN
+        for (i64 c = threadIdx.x % 32; c < width; c += 32) {
+            W value = wide(from[c]);
+            lost |= value != value;
+            top = value > top ? value : top;
+        }
+        for (int offset = 16; offset; offset >>= 1) {
+            W other = __shfl_xor_sync(0xffffffffu, top, offset);
+            top = other > top ? other : top;
+        }
+        if (__any_sync(0xffffffffu, lost)) top = not_a_number((W)0);
+        for (i64 c = threadIdx.x % 32; c < width; c += 32) sum += exp(wide(from[c]) - top);
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 != 0) continue;
+        i64 label = (i64)index[row];
+        bool bad = label < 0 || label >= width;
+        tops[row] = top, sums[row] = sum;
+        if (label == ignore) continue;
+        counted++;
+        if (bad && row < first) first = row;
+        losses += bad ? not_a_number(0.0) : (double)(log(sum) - (wide(from[label]) - top));
+    }
+    counted = block_sum(counted);
+    losses = block_sum(losses);
+    block_minimum(first);
+    if (threadIdx.x == 0) *total = As<O>::of(losses);
+    FINISH(counted, first)
+}
+
 // -- rows ---------------------------------------------------------------------------------------------------
 
 // Block (32, 8) copies eight rows; an index out of range gives NaN.
