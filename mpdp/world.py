@@ -455,4 +455,5 @@ def blas_threads() -> int:
     """Return the most threads that a BLAS library of this process uses. **Local.**"""
     from threadpoolctl import threadpool_info
 
-    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    # OpenMP's number is a thread's own, and says nothing of products.
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
