@@ -142,8 +142,8 @@ class GraphStep:
         self.settle(0 if scaled else 1)
         if self._off:
             return False
-        keys = self._look(parts, looks) if may else None
-        ready = keys is not None
+        keys = self._look(parts, looks)
+        ready = may and keys is not None
         if self._comm.size > 1:
             ready = self._agree(ready, stop)
         if not ready:

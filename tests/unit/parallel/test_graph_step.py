@@ -222,6 +222,26 @@ def test_the_error_comes_with_the_loss_when_it_is_asked_for(device):
     assert trainer.step_count == 4
 
 
+def test_a_bad_label_in_a_graph(device):
+    if device.kind == "cpu":
+        pytest.skip("a CPU checks labels before it computes anything")
+    eager, captured = trainer_of(graph=False), trainer_of()
+    x, y = samples(16)
+    for trainer in (eager, captured):
+        for _ in range(5):
+            trainer.step((put(x), put(y)))
+    wrong = y.copy()
+    wrong[7] = 12
+    with pytest.raises(ValueError, match=r"expected class indices in 0\.\.3, got 12 at sample 7.*in step 5"):
+        for labels in (wrong, y, y):
+            captured.step((put(x), put(labels)))
+    assert captured.step_count == 5 and same(eager, captured)
+    for trainer in (eager, captured):
+        for _ in range(4):
+            trainer.step((put(x), put(y)))
+    assert same(eager, captured)
+
+
 def test_an_update_without_anything_to_count_changes_nothing(device):
     x, y = samples(16)
     nothing = np.full_like(y, -100)
