@@ -232,7 +232,7 @@ class _Gathered:
         elif self.owned[at]:
             k.store(gradient, before, 1.0)
         else:  # it may be a view, or another input's gradient too: never write into it
-            self.arrays[at] = k.xp.asarray(before + gradient)
+            self.arrays[at] = k.xp.asarray(k.add(before, gradient))
             self.owned[at] = 1
 
 
