@@ -265,6 +265,7 @@ class Kernels(UpdateKernels):
         saved: Any,
         gain: tuple[Array, float] | None = None,
         shift: tuple[Array, float] | None = None,
+        other: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return the float64 sums (2, C) of g and of g * normalised x, and g for what follows.
 
@@ -275,6 +276,7 @@ class Kernels(UpdateKernels):
             g: the gradient of the result of :meth:`normalise_channels`.
             saved: its second result.
             gain, shift: (out, beta) to write the gradients of weight and bias into, the sums themselves; or None.
+            other: a second part of the gradient, to be added to g; or None.
         """
         raise NotImplementedError
 

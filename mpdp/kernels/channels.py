@@ -139,7 +139,10 @@ class ChannelKernels(Kernels):
         saved: Any,
         gain: tuple[Array, float] | None = None,
         shift: tuple[Array, float] | None = None,
+        other: Array | None = None,
     ) -> tuple[Array, Array]:
+        if other is not None:
+            g = self.add(g, other)
         rows = g.reshape(saved.normal.shape)
         if saved.out is not None:
             rows = self.relu_backward(rows, saved.out)

@@ -127,14 +127,20 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         saved: Any,
         gain: tuple[Array, float] | None = None,
         shift: tuple[Array, float] | None = None,
+        other: Array | None = None,
     ) -> tuple[Array, Array]:
         xp, x = self.xp, saved.x
-        g = self.channels_last(g)
-        channels = x.shape[-1]
         both = saved.relu and saved.residual
+        if other is not None and not both:  # nobody would hold the sum
+            g, other = self.add(self.channels_first(self.channels_last(g)), other), None
+        g = self.channels_last(g)
+        parts = [g] if other is None else [g, self.channels_last(other)]
+        channels = x.shape[-1]
         masked = xp.empty(x.shape, x.dtype) if both else None
         # The bits of `positive` lie as forward's packs did.
         vector = x.size // saved.positive.size if both and x.size else self.vector(channels, x, g)
+        if any(a.data.ptr % (vector * a.dtype.itemsize) for a in parts):
+            parts = [a.copy() for a in parts]
         rows = x.size // max(channels, 1)
         grid, block, _ = _geometry(rows, channels, vector, _SUM_BLOCKS)
         partial = xp.empty((grid[1], 2, channels), wide(x.dtype))
@@ -144,10 +150,11 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         direct = [pair is not None and _writable(pair[0], target) for pair in (gain, shift)]
         arrays = [pair[0] if pair is not None and own else None for pair, own in zip((gain, shift), direct)]
         betas = [int(pair is not None and pair[1] != 0.0) for pair in (gain, shift)]
-        built = self._built(x.dtype, vector, saved, target=target)
+        built = self._built(x.dtype, vector, saved, target=target, pair=other is not None)
         self.launch(
             "channels", "channel_sums", built, grid, block,
-            g, x, saved.positive, saved.mean, saved.rstd, saved.weight, saved.bias, masked, partial, rows, channels,
+            parts[0], parts[-1], x, saved.positive, saved.mean, saved.rstd, saved.weight, saved.bias, masked, partial,
+            rows, channels,
         )  # fmt: skip
         self.launch(
             "channels", "channel_sums_finish", built, -(-channels // 32), (32, 32),
@@ -185,6 +192,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         kept: Array | None = None,
         target: Any = None,
         centred: bool = True,
+        pair: bool = False,
     ) -> tuple[Any, ...]:
         """Return the types and constants of ``channels.cu``; unused types are float, so that it is built once."""
         weight = None if saved is None else saved.bias if saved.weight is None else saved.weight
@@ -197,6 +205,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
             "RELU", 0 if saved is None else int(saved.relu),
             "RESIDUAL", 0 if saved is None else int(saved.residual),
             "CENTRED", int(centred),
+            "PAIR", int(pair),
         )  # fmt: skip
 
 

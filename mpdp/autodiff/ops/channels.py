@@ -15,7 +15,7 @@ from ..operation import Operation
 from ..recompute import recomputing
 from ..samples import drawn
 from ..tensor import Tensor, unwrap
-from ..wants import WANTED
+from ..wants import WANTED, Pair
 from .normalisation import layer_norm
 from .shapes import reshape
 
@@ -47,7 +47,8 @@ def _batch_norm_backward(k, saved, g, wants, eps, peers, what, running, momentum
     saved, weight, bias, count = saved
     gain, shift = _into(k, wants[1], weight), _into(k, wants[2], bias)
     # The parameters' gradients are this part's: they are added up like all others.
-    sums, g = k.channel_sums(g, saved, gain, shift)
+    g, other = g if type(g) is Pair else (g, None)
+    sums, g = k.channel_sums(g, saved, gain, shift, other)
     if peers is not None:
         # Also where nobody here wants it: another replica may, and all take part.
         sums = peers.add(sums.reshape(-1), f"{what} backward").reshape(sums.shape)
@@ -79,7 +80,7 @@ def _scale_channels_backward(k, saved, g, wants, mean, rstd, relu):
     return x, _written(wants[1], gain), _written(wants[2], shift), None if wants[3] is None else g
 
 
-_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2))
+_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2), pairs=True)
 _apply_scale_channels = Operation("scale_channels", _scale_channels, _scale_channels_backward, wide=(1, 2))
 
 

@@ -1,6 +1,6 @@
 // Batch norm of rows (rows, channels), channels last: moments, normalisation with residual and ReLU, and backward.
 // T: stored type; W: type of the arithmetic; P: type of weight and bias; O: type of their gradients; R: type of running
-// statistics. VEC: channels that a thread takes at a time. RELU, RESIDUAL, CENTRED: 1 or 0.
+// statistics. VEC: channels that a thread takes at a time. RELU, RESIDUAL, CENTRED, PAIR: 1 or 0.
 //
 // A block (x: groups of VEC channels, y: rows) sweeps over tiles of UNROLL * blockDim.y rows, the grid over all of them
 // together. Sums sweep from the last row and what comes after them from the first: so each finds what the
@@ -220,8 +220,9 @@ __device__ __forceinline__ W before_relu(W g, const Affine& own, int i, W x, u32
 }
 
 // partial: (blocks, 2, channels): sums of g and of g * (x - mean). With RELU and RESIDUAL, g before ReLU is written out.
+// With PAIR, the gradient is the sum of g and h.
 extern "C" __global__ void __launch_bounds__(256, 3)
-channel_sums(const T* g, const T* x, const u8* positive, const double* mean, const double* rstd, const P* weight,
+channel_sums(const T* g, const T* h, const T* x, const u8* positive, const double* mean, const double* rstd, const P* weight,
              const P* bias, T* masked, W* partial, i64 rows, i64 channels) {
     __shared__ W shared[2 * 256 * VEC];
     GEOMETRY
@@ -232,12 +233,13 @@ channel_sums(const T* g, const T* x, const u8* positive, const double* mean, con
         Affine own = affine(at, mean, rstd, weight, bias);
         for (i64 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
             i64 row = BACKWARD(tile);
-            Pack a[UNROLL], b[UNROLL];
+            Pack a[UNROLL], b[UNROLL], c[UNROLL];
             u32 bits[UNROLL];
             #pragma unroll
             for (int u = 0; u < UNROLL; u++) if (row + u * blockDim.y < rows) {
                 a[u] = load(g, row + u * blockDim.y, channels, at);
                 b[u] = load(x, row + u * blockDim.y, channels, at);
+                if (PAIR) c[u] = load(h, row + u * blockDim.y, channels, at);
                 if (RELU && RESIDUAL) bits[u] = positive[((row + u * blockDim.y) * channels + at) / VEC];
             }
             #pragma unroll
@@ -245,8 +247,9 @@ channel_sums(const T* g, const T* x, const u8* positive, const double* mean, con
                 Pack r;
                 #pragma unroll
                 for (int i = 0; i < VEC; i++) {
-                    W value = wide(b[u].v[i]);
-                    W gradient = before_relu(wide(a[u].v[i]), own, i, value, bits[u]);
+                    W value = wide(b[u].v[i]), gradient = wide(a[u].v[i]);
+                    if (PAIR) gradient += wide(c[u].v[i]);
+                    gradient = before_relu(gradient, own, i, value, bits[u]);
                     sum[i] += gradient;
                     along[i] = fma(gradient, value - own.mean[i], along[i]);
                     if (RELU && RESIDUAL) r.v[i] = rounded(gradient);

@@ -67,6 +67,15 @@ def test_residual_and_relu_in_one_pass(shape):
         check(lambda x, r, one=one: one(x, put(weight), None, r), arrays[0], arrays[3])
         check(lambda r, one=one: one(put(x), put(weight), put(bias), r), arrays[3])
     check(lambda *a: ops.batch_norm(*a, eps=0.1), *arrays)
+    for used in (2, 3):  # two parts of a gradient reach the operation as they are, more are added before
+        for relu in (False, True):
+
+            def several(*inputs, used=used, relu=relu):
+                out = ops.batch_norm(*inputs, eps=0.1, relu=relu)
+                return ops.concatenate([out * (i + 1.5) for i in range(used)], axis=1)
+
+            check(several, *arrays)
+            check(several, *arrays[:3])
     check(lambda x, r: ops.batch_norm(x, None, None, r, eps=0.1), arrays[0], arrays[3])
 
 
