@@ -49,17 +49,17 @@ class CudaImages(CudaLayouts, PlainWindows):
             return super().conv2d(x, weight, bias, windows, groups, relu)
         images, weight = self._images_in(x, weight, groups)
         problem = _problem("forward" if bias is None else "forward_bias", images, weight, windows)
-        plan = self._plan(fused, problem)
+        plan = self._convolution(fused, problem)
         if plan is None and bias is not None:
             problem = problem._replace(kind="forward")
-            plan = self._plan(fused, problem)
+            plan = self._convolution(fused, problem)
         if plan is None:
             _refuse(engine, problem)
             return super().conv2d(x, weight[:, : x.shape[1] // groups], bias, windows, groups, relu)
         n, outputs, down, across = problem.out
         out = xp.empty((n, down, across, outputs), x.dtype)
         inside = problem.kind == "forward_bias"
-        self._run(fused, plan, images, weight, *((bias,) if inside else ()), out)
+        self._launched(fused, plan, images, weight, *((bias,) if inside else ()), out)
         if relu or (bias is not None and not inside):
             vector = self.vector(outputs, out, *(() if bias is None or inside else (bias,)))
             self._images(
@@ -90,8 +90,8 @@ class CudaImages(CudaLayouts, PlainWindows):
         images, padded = self._images_in(x, weight, groups)
         image_problem = _problem("images", images, padded, windows)
         weight_problem = image_problem._replace(kind="weight")
-        if (want_x and self._plan(fused, image_problem) is None) or (
-            want_weight and self._plan(fused, weight_problem) is None
+        if (want_x and self._convolution(fused, image_problem) is None) or (
+            want_weight and self._convolution(fused, weight_problem) is None
         ):
             _refuse(engine, image_problem)
             return super().conv2d_backward(g, x, weight, None, windows, groups, wants)
@@ -99,7 +99,7 @@ class CudaImages(CudaLayouts, PlainWindows):
         gx = gweight = gbias = None
         if want_x:
             found = xp.empty(images.shape, x.dtype)
-            self._run(fused, self._plan(fused, image_problem), g, padded, found)
+            self._launched(fused, self._convolution(fused, image_problem), g, padded, found)
             gx = self.channels_first(found)[:, : x.shape[1]]
         if want_weight:
             gweight = self._weight_gradient(fused, weight_problem, images, g, weight, into[0])
@@ -125,13 +125,13 @@ class CudaImages(CudaLayouts, PlainWindows):
         cuDNN writes it in 16 bits where the operands have 16: into float32 it is 20 times as slow (measured).
         """
         xp = self.xp
-        plan = self._plan(fused, problem)
+        plan = self._convolution(fused, problem)
         whole = problem.weight == weight.shape
         if target is not None and whole and target[1] == 0.0 and target[0].dtype == g.dtype:
-            self._run(fused, plan, images, g, target[0])
+            self._launched(fused, plan, images, g, target[0])
             return target[0]
         found = xp.empty(problem.weight, g.dtype)
-        self._run(fused, plan, images, g, found)
+        self._launched(fused, plan, images, g, found)
         if not whole:
             found = found[:, : weight.shape[1]]
         return found if target is None else self.store(found, *target)
@@ -167,10 +167,10 @@ class CudaImages(CudaLayouts, PlainWindows):
         padded[:, :channels] = weight
         return images, padded
 
-    def _plan(self, fused: CudnnConvolution, problem: Problem) -> Plan | None:
+    def _convolution(self, fused: CudnnConvolution, problem: Problem) -> Plan | None:
         return fused.plan(problem, self.xp.cuda.get_current_stream().ptr)
 
-    def _run(self, fused: CudnnConvolution, plan: Plan | None, *arrays: Array) -> None:
+    def _launched(self, fused: CudnnConvolution, plan: Plan | None, *arrays: Array) -> None:
         assert plan is not None
         workspace = self.xp.empty(plan.workspace_bytes, np.uint8)
         addresses = tuple(a.data.ptr for a in arrays)

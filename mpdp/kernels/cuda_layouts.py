@@ -64,20 +64,13 @@ class CudaLayouts(CudaBase):
         return vector
 
     def _images(
-        self,
-        name: str,
-        dtype: Any,
-        vector: int,
-        work: int,
-        *arguments: Any,
-        out: Any = None,
-        relu: bool = False,
+        self, name: str, dtype: Any, vector: int, work: int, *arguments: Any, relu: bool = False
     ) -> None:
-        """Run a kernel of ``images.cu`` over ``work`` elements, one a thread at a time."""
-        built = image_types(dtype, vector, out, relu)
+        """Run a kernel of ``images.cu`` over ``work`` packs of channels, one a thread at a time."""
+        built = image_types(dtype, vector, relu)
         self.launch("images", name, built, loop_blocks(work, THREADS), THREADS, *arguments)
 
 
-def image_types(dtype: Any, vector: int, out: Any = None, relu: bool = False) -> tuple[Any, ...]:
+def image_types(dtype: Any, vector: int, relu: bool = False) -> tuple[Any, ...]:
     """Return the types and constants of ``images.cu``. **Local.**"""
-    return (*types(dtype, dtype if out is None else out), "VEC", vector, "RELU", int(relu))
+    return (*types(dtype), "VEC", vector, "RELU", int(relu))

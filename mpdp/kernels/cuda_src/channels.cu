@@ -120,7 +120,8 @@ extern "C" __global__ void moments_finish(const W* partial, double* out, i64 blo
     if (c < channels)
         for (i64 b = threadIdx.y; b < blocks; b += 32) {
             double away = (double)partial[b * 2 * channels + c] - mean;
-            squares += (double)partial[(b * 2 + 1) * channels + c] + swept(b, blocks, rows, tile_rows) * away * away;
+            squares += (double)partial[(b * 2 + 1) * channels + c];
+            squares += swept(b, blocks, rows, tile_rows) * away * away;
         }
     parts[threadIdx.y][threadIdx.x] = squares;
     __syncthreads();
@@ -212,15 +213,15 @@ normalise(const T* x, const double* mean, const double* rstd, const P* weight, c
 
 // -- backward -----------------------------------------------------------------------------------------------
 
-// The gradient before ReLU: from the bits where there is a residual, else from x again. Affine is unused without RELU.
+// The gradient before ReLU: from the bits where there is a residual, else from x again.
 __device__ __forceinline__ W before_relu(W g, const Affine& own, int i, W x, u32 bits) {
     if (!RELU) return g;
     bool kept = RESIDUAL ? (bits >> i) & 1 : applied(own, i, x) > 0;
     return (kept ? (W)1 : (W)0) * g;
 }
 
-// partial: (blocks, 2, channels): sums of g and of g * (x - mean). With RELU and RESIDUAL, g before ReLU is written out.
-// With PAIR, the gradient is the sum of g and h.
+// partial: (blocks, 2, channels): sums of g and of g * (x - mean). With RELU and RESIDUAL, g before ReLU is written
+// out. With PAIR, the gradient is the sum of g and h.
 extern "C" __global__ void __launch_bounds__(256, 3)
 channel_sums(const T* g, const T* h, const T* x, const u8* positive, const double* mean, const double* rstd, const P* weight,
              const P* bias, T* masked, W* partial, i64 rows, i64 channels) {
@@ -280,8 +281,8 @@ channel_sums(const T* g, const T* h, const T* x, const u8* positive, const doubl
 
 // Block (32, 32): 32 channels. sums: (2, channels), of g and of g times normalised x; gain and shift are the gradients
 // of weight and bias, where they are wanted.
-extern "C" __global__ void channel_sums_finish(const W* partial, const double* rstd, double* sums, O* gain, O* shift,
-                                               i64 blocks, i64 channels, i64 add_gain, i64 add_shift) {
+extern "C" __global__ void channel_sums_finish(const W* partial, const double* rstd, double* sums, O* gain,
+                                               O* shift, i64 blocks, i64 channels, i64 add_gain, i64 add_shift) {
     __shared__ double parts[2][32][32];
     i64 c = blockIdx.x * 32LL + threadIdx.x;
     double one = 0, other = 0;
@@ -340,8 +341,9 @@ normalise_backward(const T* g, const T* x, const double* mean, const double* rst
                 W value = CENTRED || RELU ? (W)wide(b[u].v[i]) : (W)0;
                 W gradient = before_relu(wide(a[u].v[i]), own, i, value, 0);
                 if (CENTRED)
-                    r.v[i] = rounded(fma(gradient, own.scale[i], fma(value - own.mean[i], slope[i], constant[i])));
-                else r.v[i] = rounded(gradient * own.scale[i]);
+                    gradient = fma(gradient, own.scale[i], fma(value - own.mean[i], slope[i], constant[i]));
+                else gradient *= own.scale[i];
+                r.v[i] = rounded(gradient);
             }
             *(Pack*)(out + (row + u * blockDim.y) * channels + at) = r;
         }

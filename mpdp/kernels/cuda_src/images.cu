@@ -1,5 +1,5 @@
-// Images with channels last: layouts, filters, bias and ReLU, pooling. T: stored type; W: type of the arithmetic;
-// O: type of a filter's gradient. VEC: channels that a thread takes at a time. RELU: 1 or 0.
+// Images with channels last: layouts, bias and ReLU, pooling. T: stored type; W: type of the arithmetic. VEC: channels
+// that a thread takes at a time. RELU: 1 or 0.
 
 struct alignas(VEC * sizeof(T)) Pack { T v[VEC]; };
 
@@ -37,25 +37,6 @@ extern "C" __global__ void channels_last(const T* x, T* out, i64 count, i64 chan
             if (c < padded && at < places) out[(n * places + at) * padded + c] = tile[threadIdx.x][y];
         }
         __syncthreads();
-    }
-}
-
-// (outputs, channels, window) to (outputs_padded, window, padded).
-extern "C" __global__ void filter_last(const T* weight, T* out, i64 outputs, i64 channels, i64 window, i64 padded,
-                                       i64 size) {
-    for (i64 at = thread(); at < size; at += threads()) {
-        i64 c = at % padded, rest = at / padded, place = rest % window, o = rest / window;
-        out[at] = o < outputs && c < channels ? weight[(o * channels + c) * window + place] : T{};
-    }
-}
-
-// A gradient (outputs_padded, window, padded) to (outputs, channels, window), or added to it.
-extern "C" __global__ void filter_first(const T* gradient, O* out, i64 channels, i64 window, i64 padded, i64 size,
-                                        i64 accumulate) {
-    for (i64 at = thread(); at < size; at += threads()) {
-        i64 place = at % window, rest = at / window, c = rest % channels, o = rest / channels;
-        W value = wide(gradient[(o * window + place) * padded + c]);
-        out[at] = As<O>::of(accumulate ? value + (W)wide(out[at]) : value);
     }
 }
 
@@ -135,8 +116,10 @@ extern "C" __global__ void max_pool_backward(const T* g, const u8* place, T* out
         #pragma unroll
         for (int v = 0; v < VEC; v++) sum[v] = 0;
         i64 y = row + pad_y, x = column + pad_x;
-        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y < down ? y / step_y : down - 1;
-        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x < across ? x / step_x : across - 1;
+        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y;
+        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x;
+        if (last_p >= down) last_p = down - 1;
+        if (last_q >= across) last_q = across - 1;
         for (i64 p = first_p; p <= last_p; p++)
             for (i64 q = first_q; q <= last_q; q++) {
                 u32 own = (u32)((y - p * step_y) * size_x + x - q * step_x);
@@ -192,8 +175,10 @@ extern "C" __global__ void avg_pool_backward(const T* g, T* out, WINDOWS) {
         #pragma unroll
         for (int v = 0; v < VEC; v++) sum[v] = 0;
         i64 y = row + pad_y, x = column + pad_x;
-        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y < down ? y / step_y : down - 1;
-        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x < across ? x / step_x : across - 1;
+        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y;
+        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x;
+        if (last_p >= down) last_p = down - 1;
+        if (last_q >= across) last_q = across - 1;
         for (i64 p = first_p; p <= last_p; p++)
             for (i64 q = first_q; q <= last_q; q++) {
                 Pack a = load(g, ((n * down + p) * across + q) * channels + c);
