@@ -223,8 +223,8 @@ __device__ __forceinline__ W before_relu(W g, const Affine& own, int i, W x, u32
 // partial: (blocks, 2, channels): sums of g and of g * (x - mean). With RELU and RESIDUAL, g before ReLU is written
 // out. With PAIR, the gradient is the sum of g and h.
 extern "C" __global__ void __launch_bounds__(256, 3)
-channel_sums(const T* g, const T* h, const T* x, const u8* positive, const double* mean, const double* rstd, const P* weight,
-             const P* bias, T* masked, W* partial, i64 rows, i64 channels) {
+channel_sums(const T* g, const T* h, const T* x, const u8* positive, const double* mean, const double* rstd,
+             const P* weight, const P* bias, T* masked, W* partial, i64 rows, i64 channels) {
     __shared__ W shared[2 * 256 * VEC];
     GEOMETRY
     W sum[VEC], along[VEC];
