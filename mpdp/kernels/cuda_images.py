@@ -12,6 +12,7 @@ import logging
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import MissingDependencyError
@@ -22,6 +23,7 @@ from .precision import is_half, tf32_allowed, wide
 from .windows import PlainWindows, Windows
 
 _PADDED = 8  # channels of 16 bits that cuDNN wants; a batch of colour images is padded while it is turned
+_TIMED_PLANS, _TIMED_RUNS = 8, 5  # with plans="timed"
 _MOST_PLACES = 254  # of a window whose maximum is remembered as a byte
 
 
@@ -30,6 +32,7 @@ class CudaImages(CudaLayouts, PlainWindows):
 
     _cudnn: CudnnConvolution | None = None
     _without_cudnn = False  # looked for and not found
+    _timing_stream: Any = None
 
     # -- convolution ---------------------------------------------------------------------------------------
 
@@ -147,7 +150,9 @@ class CudaImages(CudaLayouts, PlainWindows):
             return None
         if self._cudnn is None and (engine == "cudnn" or not self._without_cudnn):
             try:
-                self._cudnn = CudnnConvolution()
+                gpu = self._runtime.getDeviceProperties(self.device.ordinal)["name"].decode()
+                self._cudnn = CudnnConvolution(gpu)
+                self.plan_book.on_change.append(self._cudnn.forget)
             except MissingDependencyError as error:
                 if engine == "cudnn":
                     raise
@@ -168,7 +173,41 @@ class CudaImages(CudaLayouts, PlainWindows):
         return images, padded
 
     def _convolution(self, fused: CudnnConvolution, problem: Problem) -> Plan | None:
-        return fused.plan(problem, self.xp.cuda.get_current_stream().ptr)
+        def find(key: str) -> str | None:
+            return self.plan_book.find(key, lambda: self._fastest(fused, problem))
+
+        return fused.plan(problem, self.xp.cuda.get_current_stream().ptr, find)
+
+    def _fastest(self, fused: CudnnConvolution, problem: Problem) -> str | None:
+        """Time the first plans of a problem and return the name of the fastest; waits for the device."""
+        xp, n = self.xp, problem.x[0]
+        x, out = ((n, *shape[2:], shape[1]) for shape in (problem.x, problem.out))
+        shapes: dict[str, tuple[Shape, ...]] = {
+            "forward": (x, problem.weight, out),
+            "forward_bias": (x, problem.weight, out[-1:], out),
+            "images": (out, problem.weight, x),
+            "weight": (x, out, problem.weight),
+        }
+        arrays = [xp.zeros(shape, _dtype(problem.dtype)) for shape in shapes[problem.kind]]
+        xp.cuda.get_current_stream().synchronize()
+        if self._timing_stream is None:
+            self._timing_stream = xp.cuda.Stream(non_blocking=True)
+        times = {}
+        with self._timing_stream as stream:
+            for plan in fused.candidates(problem, stream.ptr, _TIMED_PLANS):
+                self._launched(fused, plan, *arrays)
+                stream.begin_capture()  # the host takes longer than a small convolution
+                for _ in range(_TIMED_RUNS):
+                    self._launched(fused, plan, *arrays)
+                graph = stream.end_capture()
+                for _ in range(2):
+                    start, end = xp.cuda.Event(), xp.cuda.Event()
+                    start.record(stream)
+                    graph.launch(stream)
+                    end.record(stream)
+                    end.synchronize()
+                    times[plan.name] = xp.cuda.get_elapsed_time(start, end)
+        return min(times, key=times.__getitem__) if len(times) > 1 else None
 
     def _launched(self, fused: CudnnConvolution, plan: Plan | None, *arrays: Array) -> None:
         assert plan is not None
@@ -236,6 +275,10 @@ def _problem(kind: Any, images: Array, weight: Array, windows: Windows) -> Probl
     n, height, width, channels = images.shape
     tf32 = images.dtype == np.float32 and tf32_allowed()
     return Problem(kind, images.dtype.name, tf32, (n, channels, height, width), weight.shape, windows)
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def _refuse(engine: str, problem: Problem) -> None:

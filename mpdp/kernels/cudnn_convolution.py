@@ -8,7 +8,9 @@ Shapes: N samples, C channels in, O out, H x W pixels in, P x Q out, I x J the w
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -46,10 +48,10 @@ class Problem(NamedTuple):
 class Plan:
     """A graph of cuDNN with one execution plan, and the names of what it reads and writes, in order."""
 
-    __slots__ = ("graph", "names", "workspace_bytes")
+    __slots__ = ("graph", "name", "names", "workspace_bytes")
 
-    def __init__(self, graph: Any, names: list[Any]) -> None:
-        self.graph, self.names = graph, names
+    def __init__(self, graph: Any, names: list[Any], name: str) -> None:
+        self.graph, self.names, self.name = graph, names, name
         self.workspace_bytes = max(1, graph.get_workspace_size())
 
 
@@ -60,29 +62,84 @@ class CudnnConvolution:
     no operand unless TF32 is allowed. A handle belongs to one stream, so threads with streams of their own share
     nothing but finished plans.
 
+    Args:
+        gpu: its name, for the keys of plans.
+
     Raises:
         MissingDependencyError: no ``nvidia-cudnn-frontend``, or no cuDNN that it finds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: str) -> None:
         self._cudnn = load()
+        self._gpu = gpu
         self._handles: dict[int, Any] = {}
         self._plans: dict[Problem, Plan | None] = {}
         self._lock = threading.Lock()
 
-    def plan(self, problem: Problem, stream: int) -> Plan | None:
-        """Return the plan of a problem, None where cuDNN has none; both are remembered."""
+    def plan(self, problem: Problem, stream: int, find: Callable[[str], str | None]) -> Plan | None:
+        """Return the plan of a problem, None where cuDNN has none; both are remembered until :meth:`forget`.
+
+        ``find`` is asked, with a key, for the name of the plan to take; None takes the first.
+        """
         try:
             return self._plans[problem]
         except KeyError:
             pass
         with self._lock:
             if problem not in self._plans:
-                try:
-                    self._plans[problem] = self._build(problem, self._handle(stream))
-                except self._cudnn.cudnnGraphNotSupportedError:
-                    self._plans[problem] = None
+                self._plans[problem] = self._chosen(problem, stream, find(self._key(problem)))
             return self._plans[problem]
+
+    def forget(self) -> None:
+        """Drop the plans: others may be asked for now."""
+        with self._lock:
+            self._plans.clear()
+
+    def candidates(self, problem: Problem, stream: int, most: int) -> list[Plan]:
+        """Return up to ``most`` plans, in the order in which cuDNN suggests them."""
+        found: list[Plan] = []
+        for i in itertools.count():
+            graph, names = self._graph(problem, self._handle(stream))
+            if len(found) == most or i == graph.get_execution_plan_count():
+                return found
+            plan = self._built(graph, names, i)
+            if plan is not None:
+                found.append(plan)
+        raise AssertionError("counting does not end")
+
+    def _key(self, problem: Problem) -> str:
+        return f"cudnn {self._cudnn.backend_version()} {self._gpu} {problem}"
+
+    def _chosen(self, problem: Problem, stream: int, name: str | None) -> Plan | None:
+        """Return the plan of a name, or the first that can be built."""
+        try:
+            graph, names = self._graph(problem, self._handle(stream))
+        except self._cudnn.cudnnGraphNotSupportedError:
+            return None
+        count = graph.get_execution_plan_count()
+        if name is not None:
+            for i in range(count):
+                if graph.get_plan_name_at_index(i) == name:
+                    plan = self._built(graph, names, i)
+                    if plan is not None:
+                        return plan
+                    graph, names = self._graph(problem, self._handle(stream))
+        try:
+            graph.check_support()
+            graph.build_plans()
+        except self._cudnn.cudnnGraphNotSupportedError:
+            return None
+        return Plan(graph, names, "")
+
+    def _built(self, graph: Any, names: list[Any], index: int) -> Plan | None:
+        """Return the plan of an index, None where it can't be built or is refused."""
+        try:
+            graph.select_plan(index)
+            graph.check_support()
+            graph.build_plans()
+        except (self._cudnn.cudnnGraphNotSupportedError, ValueError):  # the second: its notes are refused
+            return None
+        return Plan(graph, names, graph.get_plan_name_at_index(index))
 
     def run(self, plan: Plan, addresses: tuple[int, ...], workspace: int, stream: int) -> None:
         """Launch a plan on a stream; the addresses stand in the order images, weight, (bias,) result."""
@@ -96,7 +153,8 @@ class CudnnConvolution:
             self._handles[stream] = handle
         return handle
 
-    def _build(self, problem: Problem, handle: Any) -> Plan:
+    def _graph(self, problem: Problem, handle: Any) -> tuple[Any, list[Any]]:
+        """Return a graph with its plans listed and none built, and the names of what it reads and writes."""
         cudnn, windows = self._cudnn, problem.windows
         dtype = getattr(cudnn.data_type, _TYPES[problem.dtype])
         graph = cudnn.pygraph(
@@ -148,9 +206,7 @@ class CudnnConvolution:
         if problem.dtype == "float32" and not problem.tf32:
             refused.append(note.TENSOR_CORE)
         graph.deselect_numeric_notes(refused)
-        graph.check_support()
-        graph.build_plans()
-        return Plan(graph, [*names, result])
+        return graph, [*names, result]
 
 
 def _channels_last(shape: Any) -> list[int]:

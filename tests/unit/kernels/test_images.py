@@ -157,7 +157,7 @@ def test_engines(monkeypatch, caplog):
             ops.conv2d(x, w, engine="cudnn")
         return
 
-    def missing():
+    def missing(gpu):
         raise MissingDependencyError("pip install it")
 
     monkeypatch.setattr(cuda_images, "CudnnConvolution", missing)
@@ -169,6 +169,25 @@ def test_engines(monkeypatch, caplog):
     assert caplog.text.count("pip install it") == 1
     with pytest.raises(MissingDependencyError, match="pip install it"):
         ops.conv2d(put(x), put(w), engine="cudnn")
+
+
+def test_timed_plans(monkeypatch):
+    if here.device.kind == "cpu":
+        assert here.kernels.plan_book.missing == 0  # a CPU has one way
+        return
+    shape, kernel, windows, _ = CONVOLUTIONS["usual"]
+    (x, x64), (w, w64) = draw(shape, "bfloat16"), draw(kernel, "bfloat16")
+    k, expected = here.kernels, plain.conv2d(x64, w64, None, windows, 1, False)
+    k._convolutions(put(x), "cudnn").forget()
+    monkeypatch.setattr(k.plan_book, "timed", True)
+    k.plan_book.forget_missing()
+    before = k.conv2d(put(x), put(w), None, windows, 1, False)
+    assert k.plan_book.missing == 1 and k.plan_book.measure() == 1
+    key, name = next(pair for pair in k.plan_book.plans().items() if "'forward', 'bfloat16'" in pair[0])
+    after = k.conv2d(put(x), put(w), None, windows, 1, False)
+    assert k.plan_book.find(key) == name and k.plan_book.missing == 0
+    for out in (before, after):
+        close(out, expected, "bfloat16")
 
 
 SHAPES = [
