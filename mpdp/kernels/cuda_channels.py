@@ -20,7 +20,8 @@ from .cuda_layouts import CudaLayouts
 from .cuda_source import THREADS, stored, summed
 from .precision import wide
 
-_UNROLL = 4  # rows of a thread at a time, as in channels.cu
+_UNROLL = 4  # rows that a thread loads at a time
+_AT_ONCE = 3  # blocks on a multiprocessor
 _SUM_BLOCKS = (
     396  # three a multiprocessor of an H200, so that all run at once; a constant, since it orders the sums
 )
@@ -202,6 +203,8 @@ class CudaChannels(CudaLayouts, ChannelKernels):
             "O", "float" if target is None else stored(target),
             "R", "float" if kept is None else stored(kept.dtype),
             "VEC", vector,
+            "UNROLL", _UNROLL,
+            "BLOCKS", _AT_ONCE,
             "RELU", 0 if saved is None else int(saved.relu),
             "RESIDUAL", 0 if saved is None else int(saved.residual),
             "CENTRED", int(centred),

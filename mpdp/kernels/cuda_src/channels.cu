@@ -1,12 +1,11 @@
 // Batch norm of rows (rows, channels), channels last: moments, normalisation with residual and ReLU, and backward.
 // T: stored type; W: type of the arithmetic; P: type of weight and bias; O: type of their gradients; R: type of running
-// statistics. VEC: channels that a thread takes at a time. RELU, RESIDUAL, CENTRED, PAIR: 1 or 0.
+// statistics. VEC: channels that a thread takes at a time; UNROLL: rows that it loads at a time; BLOCKS: that run on a
+// multiprocessor at once. RELU, RESIDUAL, CENTRED, PAIR: 1 or 0.
 //
 // A block (x: groups of VEC channels, y: rows) sweeps over tiles of UNROLL * blockDim.y rows, the grid over all of them
 // together. Sums sweep from the last row and what comes after them from the first: so each finds what the
 // one before it read last in the L2 cache.
-
-#define UNROLL 4
 
 struct alignas(VEC * sizeof(T)) Pack { T v[VEC]; };
 
@@ -33,7 +32,7 @@ __device__ __forceinline__ i64 swept(i64 b, i64 blocks, i64 rows, i64 tile_rows)
 // -- moments ------------------------------------------------------------------------------------------------
 
 // partial: (blocks, 2, channels): mean of what the block has seen, and sum of squared differences from it.
-extern "C" __global__ void __launch_bounds__(256, 3) moments(const T* x, W* partial, i64 rows, i64 channels) {
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) moments(const T* x, W* partial, i64 rows, i64 channels) {
     __shared__ W shared[2 * 256 * VEC];  // (2, blockDim.y, blockDim.x * VEC)
     __shared__ int counts[256];
     GEOMETRY
@@ -176,7 +175,7 @@ __device__ __forceinline__ W applied(const Affine& a, int i, W x) {
 }
 
 // positive: with RELU and RESIDUAL, a bit a number: (rows, channels / VEC) bytes.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 normalise(const T* x, const double* mean, const double* rstd, const P* weight, const P* bias, const T* residual,
           T* out, u8* positive, i64 rows, i64 channels) {
     GEOMETRY
@@ -222,7 +221,7 @@ __device__ __forceinline__ W before_relu(W g, const Affine& own, int i, W x, u32
 
 // partial: (blocks, 2, channels): sums of g and of g * (x - mean). With RELU and RESIDUAL, g before ReLU is written
 // out. With PAIR, the gradient is the sum of g and h.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 channel_sums(const T* g, const T* h, const T* x, const u8* positive, const double* mean, const double* rstd,
              const P* weight, const P* bias, T* masked, W* partial, i64 rows, i64 channels) {
     __shared__ W shared[2 * 256 * VEC];
@@ -309,7 +308,7 @@ extern "C" __global__ void channel_sums_finish(const W* partial, const double* r
 
 // out = rstd * weight * (g - sums[0] / count - normal * sums[1] / count), or without the sums where CENTRED is 0.
 // With RELU and RESIDUAL, g is what channel_sums wrote, so here RELU stands for ReLU without a residual.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 normalise_backward(const T* g, const T* x, const double* mean, const double* rstd, const P* weight, const P* bias,
                    const double* sums, const double* count, T* out, i64 rows, i64 channels) {
     GEOMETRY
