@@ -17,17 +17,16 @@ import numpy as np
 
 from ..errors import MissingDependencyError
 from .base import Array, Into, Shape
-from .cuda_layouts import CudaLayouts
+from .cuda_colours import CudaColours
 from .cudnn_convolution import CudnnConvolution, Plan, Problem
 from .precision import is_half, tf32_allowed, wide
 from .windows import PlainWindows, Windows
 
-_PADDED = 8  # channels of 16 bits that cuDNN wants; a batch of colour images is padded while it is turned
 _TIMED_PLANS, _TIMED_RUNS = 8, 5  # with plans="timed"
 _MOST_PLACES = 254  # of a window whose maximum is remembered as a byte
 
 
-class CudaImages(CudaLayouts, PlainWindows):
+class CudaImages(CudaColours, PlainWindows):
     """Convolution and pooling with channels last. **Local.**"""
 
     _cudnn: CudnnConvolution | None = None
@@ -50,19 +49,19 @@ class CudaImages(CudaLayouts, PlainWindows):
         fused = self._convolutions(x, engine)
         if fused is None:
             return super().conv2d(x, weight, bias, windows, groups, relu)
-        images, weight = self._images_in(x, weight, groups)
-        problem = _problem("forward" if bias is None else "forward_bias", images, weight, windows)
+        images, filters, moves = self.prepared(x, weight, windows, groups)
+        problem = _problem("forward" if bias is None else "forward_bias", images, filters, moves)
         plan = self._convolution(fused, problem)
         if plan is None and bias is not None:
             problem = problem._replace(kind="forward")
             plan = self._convolution(fused, problem)
         if plan is None:
             _refuse(engine, problem)
-            return super().conv2d(x, weight[:, : x.shape[1] // groups], bias, windows, groups, relu)
+            return super().conv2d(x, weight, bias, windows, groups, relu)
         n, outputs, down, across = problem.out
         out = xp.empty((n, down, across, outputs), x.dtype)
         inside = problem.kind == "forward_bias"
-        self._launched(fused, plan, images, weight, *((bias,) if inside else ()), out)
+        self._launched(fused, plan, images, filters, *((bias,) if inside else ()), out)
         if relu or (bias is not None and not inside):
             vector = self.vector(outputs, out, *(() if bias is None or inside else (bias,)))
             self._images(
@@ -90,22 +89,26 @@ class CudaImages(CudaLayouts, PlainWindows):
         want_x, want_weight, want_bias = wants
         if out is not None:
             g = self.relu_backward(self.channels_first(self.channels_last(g)), out)
-        images, padded = self._images_in(x, weight, groups)
-        image_problem = _problem("images", images, padded, windows)
-        weight_problem = image_problem._replace(kind="weight")
-        if (want_x and self._convolution(fused, image_problem) is None) or (
-            want_weight and self._convolution(fused, weight_problem) is None
-        ):
-            _refuse(engine, image_problem)
-            return super().conv2d_backward(g, x, weight, None, windows, groups, wants)
+        problems: list[Problem] = []
+        if want_x:
+            n, channels, height, width = x.shape
+            described = (n, channels, height, width), weight.shape, windows
+            problems.append(Problem("images", x.dtype.name, _rounds(x), *described))
+        if want_weight:
+            images, filters, moves = self.prepared(x, weight, windows, groups)
+            problems.append(_problem("weight", images, filters, moves))
+        for problem in problems:
+            if self._convolution(fused, problem) is None:
+                _refuse(engine, problem)
+                return super().conv2d_backward(g, x, weight, None, windows, groups, wants)
         g = self.channels_last(g)
         gx = gweight = gbias = None
         if want_x:
-            found = xp.empty(images.shape, x.dtype)
-            self._launched(fused, self._convolution(fused, image_problem), g, padded, found)
-            gx = self.channels_first(found)[:, : x.shape[1]]
+            found = xp.empty((n, height, width, channels), x.dtype)
+            self._launched(fused, self._convolution(fused, problems[0]), g, self.flat(weight), found)
+            gx = self.channels_first(found)
         if want_weight:
-            gweight = self._weight_gradient(fused, weight_problem, images, g, weight, into[0])
+            gweight = self._weight_gradient(fused, problems[-1], images, g, weight, windows, into[0])
         if want_bias:
             rows, target = g.reshape(-1, g.shape[-1]), into[1]
             if target is None:
@@ -121,6 +124,7 @@ class CudaImages(CudaLayouts, PlainWindows):
         images: Array,
         g: Array,
         weight: Array,
+        windows: Windows,
         target: tuple[Array, float] | None,
     ) -> Array:
         """Return the gradient of the weight, written to the target where there is one.
@@ -135,18 +139,15 @@ class CudaImages(CudaLayouts, PlainWindows):
             return target[0]
         found = xp.empty(problem.weight, g.dtype)
         self._launched(fused, plan, images, g, found)
-        if not whole:
-            found = found[:, : weight.shape[1]]
+        found = self.unprepared(found, weight, windows)
         return found if target is None else self.store(found, *target)
 
     def _convolutions(self, x: Array, engine: str) -> CudnnConvolution | None:
         """Return cuDNN's convolutions, None for the plain way."""
-        if engine == "plain" or x.size == 0 or (x.dtype != np.float32 and not is_half(x.dtype)):
-            if engine == "cudnn":
-                raise ValueError(
-                    f"engine: expected images of 16 or 32 bits that are not empty, got {x.dtype} {x.shape}; use "
-                    'engine="auto"'
-                )
+        known = x.dtype == np.float32 or is_half(x.dtype)
+        if engine == "cudnn" and not known:
+            raise ValueError(f'engine: expected images of 16 or 32 bits, got {x.dtype}; use engine="auto"')
+        if engine == "plain" or not known or x.size == 0:
             return None
         if self._cudnn is None and (engine == "cudnn" or not self._without_cudnn):
             try:
@@ -161,16 +162,6 @@ class CudaImages(CudaLayouts, PlainWindows):
                     "convolutions by matrix products, slower, and in no captured step: %s", error
                 )
         return self._cudnn
-
-    def _images_in(self, x: Array, weight: Array, groups: int) -> tuple[Array, Array]:
-        """Return images with channels last and the weight in C order; few channels of 16 bits are padded."""
-        weight, channels = self.flat(weight), x.shape[1]
-        if groups > 1 or channels >= _PADDED or not is_half(x.dtype):
-            return self.channels_last(x), weight
-        images = self.turned(x, _PADDED)
-        padded = self.xp.zeros((weight.shape[0], _PADDED, *weight.shape[2:]), weight.dtype)
-        padded[:, :channels] = weight
-        return images, padded
 
     def _convolution(self, fused: CudnnConvolution, problem: Problem) -> Plan | None:
         def find(key: str) -> str | None:
@@ -273,8 +264,14 @@ class CudaImages(CudaLayouts, PlainWindows):
 
 def _problem(kind: Any, images: Array, weight: Array, windows: Windows) -> Problem:
     n, height, width, channels = images.shape
-    tf32 = images.dtype == np.float32 and tf32_allowed()
-    return Problem(kind, images.dtype.name, tf32, (n, channels, height, width), weight.shape, windows)
+    return Problem(
+        kind, images.dtype.name, _rounds(images), (n, channels, height, width), weight.shape, windows
+    )
+
+
+def _rounds(x: Array) -> bool:
+    """Return whether float32 may be rounded to TF32."""
+    return bool(x.dtype == np.float32 and tf32_allowed())
 
 
 def _dtype(name: str) -> Any:

@@ -40,6 +40,33 @@ extern "C" __global__ void channels_last(const T* x, T* out, i64 count, i64 chan
     }
 }
 
+// (count, channels, height, width) to (count, rows, columns, 2 * VEC): blocks of 2 x 2 pixels, the first of them `top`
+// and `left` pixels outside of the image; channels of the upper left pixel, the upper right one, and so on, then zeros.
+extern "C" __global__ void folded(const T* x, T* out, i64 count, i64 channels, i64 height, i64 width, i64 rows,
+                                  i64 columns, i64 top, i64 left) {
+    for (i64 at = thread(); at < count * rows * columns; at += threads()) {
+        i64 v = at % columns, rest = at / columns, u = rest % rows, n = rest / rows;
+        Pack r[2];
+        #pragma unroll
+        for (int i = 0; i < 2 * VEC; i++) r[i / VEC].v[i % VEC] = T{};
+        #pragma unroll
+        for (int pixel = 0; pixel < 4; pixel++) {
+            i64 y = 2 * u - top + pixel / 2, z = 2 * v - left + pixel % 2;
+            if (y < 0 || y >= height || z < 0 || z >= width) continue;
+            #pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (c < channels) {
+                    int place = pixel * (int)channels + c;
+                    T value = x[((n * channels + c) * height + y) * width + z];
+                    #pragma unroll
+                    for (int i = 0; i < 2 * VEC; i++) if (i == place) r[i / VEC].v[i % VEC] = value;
+                }
+        }
+        *(Pack*)(out + at * 2 * VEC) = r[0];
+        *(Pack*)(out + at * 2 * VEC + VEC) = r[1];
+    }
+}
+
 // out[row, c] = max(x[row, c] + bias[c], 0), of rows of `padded` to rows of `channels`; x may be out.
 extern "C" __global__ void bias_relu(const T* x, const T* bias, T* out, i64 rows, i64 channels, i64 padded) {
     i64 groups = channels / VEC;

@@ -58,6 +58,9 @@ def is_channels_last(x):
 
 CONVOLUTIONS = {
     "colours": ((4, 3, 30, 30), (16, 3, 7, 7), Windows((7, 7), (2, 2), (3, 3)), 1),
+    "colours, no padding": ((2, 4, 11, 14), (8, 4, 3, 2), Windows((3, 2), (2, 2)), 1),
+    "colours, uneven": ((2, 2, 13, 12), (8, 2, 5, 4), Windows((5, 4), (2, 2), (1, 2)), 1),
+    "colours, stride 1": ((2, 3, 9, 8), (16, 3, 3, 3), Windows((3, 3), padding=(1, 1)), 1),
     "usual": ((4, 16, 14, 14), (32, 16, 3, 3), Windows((3, 3), padding=(1, 1)), 1),
     "stride": ((4, 16, 15, 14), (8, 16, 3, 3), Windows((3, 3), (2, 2), (1, 1)), 1),
     "pointwise": ((4, 32, 7, 7), (16, 32, 1, 1), Windows((1, 1)), 1),
