@@ -1,9 +1,8 @@
 """Images of few channels as a GPU's convolutions want them: padded, or folded where windows move by two pixels.
 
 Matrix units take 8 channels of 16 bits at a time, and a colour image has 3. A convolution of stride 2 is one of stride
-1 over blocks of 2 x 2 pixels: their 12 numbers become channels and a window of 7 x 7 becomes one of 4 x 4, with zeros in
-its first row and column. That is the same sum in another order, with two thirds of the products of padding 3 channels
-to 8.
+1 over blocks of 2 x 2 pixels: their 12 numbers become channels, and a window of 7 x 7 becomes one of 4 x 4, with zeros
+in its first row and column. That is the same sum in another order, with two thirds of the products of padding to 8.
 
 Part of ``kernels.cuda``. Shapes: N samples, C channels, O outputs, H x W pixels, I x J the window.
 """
