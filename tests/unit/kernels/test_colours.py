@@ -1,4 +1,4 @@
-"""Folding and padding of colour images, with NumPy in the place of the GPU's kernels; test_images has these themselves."""
+"""Folding and padding of colour images, with NumPy in the place of the kernels of a GPU, which test_images runs."""
 
 import numpy as np
 import pytest
