@@ -37,12 +37,20 @@ class Operation:
         DeviceMismatchError: arrays on different devices.
     """
 
-    __slots__ = ("backward", "forward", "key", "name", "wide")
+    __slots__ = ("backward", "forward", "key", "name", "pairs", "wide")
 
     again = None  # a part of the graph that is computed again has a method here
 
-    def __init__(self, name: str, forward: Forward, backward: Backward, wide: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        backward: Backward,
+        wide: tuple[int, ...] = (),
+        pairs: bool = False,
+    ) -> None:
         self.name = name
+        self.pairs = pairs  # whether the backward rule adds two parts of its gradient itself
         self.wide = frozenset(wide)
         self.forward = forward
         self.backward = backward

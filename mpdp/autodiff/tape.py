@@ -16,7 +16,7 @@ from ..errors import TapeError
 from ..kernels.precision import is_half, wide
 from .held import held_bytes
 from .recording import Node
-from .wants import WANTED, Target, Want
+from .wants import WANTED, Pair, Target, Want
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -134,7 +134,7 @@ class Tape:
             if after and 0 in after:
                 after[0]()
             return
-        gathered = _Gathered(len(nodes))
+        gathered = _Gathered(nodes)
         if nodes:
             gathered.arrays[0] = g
         del g  # each gradient is freed as soon as it is used
@@ -221,11 +221,12 @@ class Tape:
 class _Gathered:
     """The gradients of results that have arrived so far, by position in backward."""
 
-    __slots__ = ("arrays", "owned")
+    __slots__ = ("_nodes", "arrays", "owned")
 
-    def __init__(self, count: int) -> None:
-        self.arrays: list[Any] = [None] * count
-        self.owned = bytearray(count)  # 1 where no operation may hold that array, so it may be added to
+    def __init__(self, nodes: list[Node]) -> None:
+        self._nodes = nodes
+        self.arrays: list[Any] = [None] * len(nodes)
+        self.owned = bytearray(len(nodes))  # 1 where no operation may hold that array, so it may be added to
 
     def add(self, at: int, gradient: Any, k: Any) -> None:
         before = self.arrays[at]
@@ -233,8 +234,12 @@ class _Gathered:
             self.arrays[at] = gradient
         elif self.owned[at]:
             k.store(gradient, before, 1.0)
+        elif type(before) is not Pair and getattr(self._nodes[at].operation, "pairs", False):
+            self.arrays[at] = Pair(before, gradient)
         else:  # it may be a view, or another input's gradient too: never write into it
-            self.arrays[at] = k.xp.asarray(before + gradient)
+            if type(before) is Pair:
+                before = k.add(*before)
+            self.arrays[at] = k.xp.asarray(k.add(before, gradient))
             self.owned[at] = 1
 
 
@@ -251,7 +256,7 @@ def _run_again(part: Any, g: Any, outside: _Outside) -> None:
             "let nothing but its inputs decide what it does"
         )
     nodes, tape._nodes = tape._nodes or [], None
-    gathered = _Gathered(len(nodes))
+    gathered = _Gathered(nodes)
     gathered.arrays[0] = g
     del g
     for i, node in enumerate(nodes):

@@ -6,7 +6,7 @@ This is the whole vocabulary that operations and the engine share; neither knows
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Array = Any  # a NumPy or CuPy array
 
@@ -27,6 +27,13 @@ class Target:
     def __init__(self, array: Array, beta: float) -> None:
         self.array = array
         self.beta = beta
+
+
+class Pair(NamedTuple):
+    """A gradient that is the sum of two arrays, which nobody has added yet: given to operations that take pairs."""
+
+    one: Array
+    other: Array
 
 
 class _Wanted:

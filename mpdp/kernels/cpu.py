@@ -147,6 +147,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
 
     # -- elementwise ---------------------------------------------------------------------------------------
 
+    def add(self, a: Array, b: Array) -> Array:
+        return np.add(a, b)
+
     @rounded_once
     def relu(self, x: Array) -> Array:
         return np.maximum(x, 0)

@@ -25,7 +25,7 @@ from .products import linear, matmul
 from .reductions import max, mean, sum
 from .shapes import concatenate, getitem, reshape, stack, transpose
 from .transfer import to
-from .windows import avg_pool2d, conv2d, max_pool2d
+from .windows import avg_pool2d, conv2d, global_avg_pool2d, max_pool2d
 
 __all__ = [
     "absolute",
@@ -43,6 +43,7 @@ __all__ = [
     "exp",
     "gelu",
     "getitem",
+    "global_avg_pool2d",
     "group_norm",
     "layer_norm",
     "linear",
