@@ -27,10 +27,12 @@ from ..device import CPU, Device
 from .updates import UpdateKernels
 
 if TYPE_CHECKING:
+    from .plan_book import PlanBook
     from .windows import Windows
 
 Array = Any  # a NumPy or CuPy array
 Shape = tuple[int, ...]
+ACTIVATIONS = (None, "relu", "gelu")  # what `linear` applies to its result
 
 
 class Kernels(UpdateKernels):
@@ -40,11 +42,13 @@ class Kernels(UpdateKernels):
         xp: the array module, ``numpy`` or ``cupy``.
         device_kind: ``"cpu"`` or ``"cuda"``.
         device: the device.
+        plan_book: what libraries' plans are looked up in; nothing asks that of a CPU.
     """
 
     xp: ModuleType
     device_kind: str
     device: Device = CPU
+    plan_book: PlanBook
 
     # -- the device and the step ---------------------------------------------------------------------------
 
@@ -95,9 +99,38 @@ class Kernels(UpdateKernels):
         """
         raise NotImplementedError
 
-    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        """Return ``x @ weight.T + bias`` for x of shape (N, i) and weight of shape (o, i)."""
+    def linear(
+        self, x: Array, weight: Array, bias: Array | None, activation: str | None = None
+    ) -> tuple[Array, Any]:
+        """Return (activation(x @ weight.T + bias), saved) for x of shape (N, i) and weight of shape (o, i).
+
+        ``activation`` is one of ``ACTIVATIONS``: :meth:`relu`, :meth:`gelu` or nothing. 16-bit floats are rounded
+        once, after it. Without one, saved is None.
+        """
         raise NotImplementedError
+
+    def activation_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        sums: bool = False,
+        out: Array | None = None,
+        beta: float = 0.0,
+    ) -> tuple[Array, Array | None]:
+        """Return the gradient of :meth:`linear` before its activation, and if ``sums`` the sums of that over rows.
+
+        The first is what both products of backward start from (g itself without an activation), the second is the
+        gradient of the bias, written to ``out`` where there is one.
+        """
+        raise NotImplementedError
+
+    def spare_multiprocessors(self, count: int) -> None:
+        """Let the products that follow leave ``count`` multiprocessors of a GPU to other kernels; 0 takes all.
+
+        For the time that communication runs beside backward. The algorithm of a product may change, and with it the
+        last bits: at equal products of all steps the count is to be the same.
+        """
 
     # -- reductions ----------------------------------------------------------------------------------------
 

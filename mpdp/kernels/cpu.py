@@ -20,6 +20,7 @@ from .channels import CpuChannels
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
 from .cpu_windows import CpuWindows
+from .plan_book import PlanBook
 from .precision import is_floating, is_half, rounded_once, wide
 from .updates import CpuUpdates
 
@@ -35,6 +36,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
 
     xp: ModuleType = np
     device_kind = "cpu"
+
+    def __init__(self) -> None:
+        self.plan_book = PlanBook()
 
     def from_host(self, array: Array) -> Array:
         return np.asarray(array)
@@ -73,16 +77,38 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
             panel += np.matmul(a[start : start + rows], b, out=scratch[: len(panel)])
         return out
 
-    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        if is_half(x.dtype):
-            wider = np.matmul(x.astype(np.float32), weight.astype(np.float32).T)
-            if bias is not None:
-                wider += bias
-            return wider.astype(x.dtype)
+    def linear(
+        self, x: Array, weight: Array, bias: Array | None, activation: str | None = None
+    ) -> tuple[Array, Any]:
+        dtype = x.dtype
+        if is_half(dtype):
+            x, weight = x.astype(np.float32), weight.astype(np.float32)
         out = np.matmul(x, weight.T)
         if bias is not None:
             out += bias
-        return out
+        if activation == "gelu":
+            out, saved = self.gelu(out)
+            return out.astype(dtype, copy=False), saved
+        if activation == "relu":
+            np.maximum(out, 0, out=out)
+        out = out.astype(dtype, copy=False)
+        return out, out if activation == "relu" else None
+
+    def activation_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        sums: bool = False,
+        out: Array | None = None,
+        beta: float = 0.0,
+    ) -> tuple[Array, Array | None]:
+        if activation is not None:
+            g = self.relu_backward(g, saved) if activation == "relu" else self.gelu_backward(g, saved)
+        return g, self.sum_to(g, g.shape[1:], out, beta) if sums else None
+
+    def spare_multiprocessors(self, count: int) -> None:
+        pass  # a CPU has none
 
     # -- reductions ----------------------------------------------------------------------------------------
 

@@ -95,7 +95,8 @@ class CudaKernels(
             return x if out is None else self.store(x, out, beta)
         lead = x.ndim - len(shape)
         if len(shape) == 1 and x.shape[-1] == shape[0] and is_floating(x.dtype):
-            return self._column_sums(x.reshape(math.prod(x.shape[:-1]), shape[0]), None, out, beta)
+            rows = x.reshape(math.prod(x.shape[:-1]), shape[0])
+            return self.activation_backward(rows, None, None, True, out, beta)[1]
         axes = tuple(range(lead))
         axes += tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
         total = x.sum(axis=axes, dtype=wide(x.dtype)).reshape(shape)

@@ -94,7 +94,7 @@ class MultiHeadAttention(Module):
 class TransformerBlock(Module):
     """Attention and a two-layer perceptron, each behind a layer norm and beside the identity. **Local.**
 
-    ``x = x + attention(norm1(x))``, then ``x + down(gelu(up(norm2(x))))``.
+    ``x = x + attention(norm1(x))``, then ``x + down(up(norm2(x)))``, with GELU in ``up``.
 
     Args:
         width, heads, causal: see :class:`MultiHeadAttention`.
@@ -129,7 +129,7 @@ class TransformerBlock(Module):
         self.norm1 = LayerNorm(width, dtype=dtype)
         self.attention = MultiHeadAttention(width, heads, causal, dropout, **options)
         self.norm2 = LayerNorm(width, dtype=dtype)
-        self.up = Linear(width, hidden, **options)
+        self.up = Linear(width, hidden, activation="gelu", **options)
         self.down = Linear(hidden, width, **options)
         self.drop1 = Dropout(dropout) if dropout else None
         self.drop2 = Dropout(dropout) if dropout else None
@@ -138,5 +138,5 @@ class TransformerBlock(Module):
         """Apply the block to x of shape (N, T, C); ``key_mask`` as in :class:`MultiHeadAttention`."""
         added = self.attention(self.norm1(x), key_mask)
         x = x + (added if self.drop1 is None else self.drop1(added))
-        added = self.down(ops.gelu(self.up(self.norm2(x))))
+        added = self.down(self.up(self.norm2(x)))
         return x + (added if self.drop2 is None else self.drop2(added))

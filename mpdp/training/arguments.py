@@ -29,6 +29,7 @@ def check(
     clip_norm: Any,
     seed: Any,
     graph: Any,
+    plans: Any,
     save_every: Any,
     keep: Any,
     run_dir: Any,
@@ -58,6 +59,8 @@ def check(
         raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
     if graph not in ("auto", False):
         raise ValueError(f'graph: expected "auto" or False, got {graph!r}; leave it out')
+    if plans not in ("suggested", "timed"):
+        raise ValueError(f'plans: expected "suggested" or "timed", got {plans!r}; leave it out')
     for name, value in (("accumulate", accumulate), ("keep", keep)):
         if not _whole(value) or value < 1:
             raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}; pass an int")

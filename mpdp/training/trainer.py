@@ -21,6 +21,7 @@ from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
 from ..parallel.record import Kind, exchange
+from ..parallel.shared_plans import share_plans
 from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
@@ -60,6 +61,8 @@ class Trainer:
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
         graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
+        plans: ``"suggested"`` or ``"timed"``: on a GPU, rank 0 times the libraries' plans for the products of the first
+            update, and all ranks compute by the fastest ones from the second on; checkpoints hold them.
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
@@ -102,6 +105,7 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         graph: str | bool = "auto",
+        plans: str = "suggested",
         chunk_bytes: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
@@ -126,6 +130,7 @@ class Trainer:
                 clip_norm=clip_norm,
                 seed=seed,
                 graph=graph,
+                plans=plans,
                 save_every=save_every,
                 keep=keep,
                 run_dir=run_dir,
@@ -143,6 +148,7 @@ class Trainer:
         self.accumulate = int(accumulate)
         self.clip_norm = arguments.plain(clip_norm)
         self.seed = int(seed)
+        self.plans, self._plans_missing = plans, False
         self.save_every = arguments.plain(save_every)
         self.keep = keep
         self.callbacks = tuple(callbacks)
@@ -162,6 +168,7 @@ class Trainer:
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self._kernels = kernels.for_device(self.world.device)
+        self.time_plans(plans == "timed")
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
@@ -183,6 +190,7 @@ class Trainer:
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
             "seed": self.seed,
+            "plans": self.plans,
             "save_every": self.save_every,
             "callbacks": len(self.callbacks),
         }
@@ -322,6 +330,14 @@ class Trainer:
         self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
         self._last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
+        if self._plans_missing:
+            self._plans_missing = False
+            share_plans(self._kernels.plan_book, self.world.axis("data"))
+            self.folder.note_plans(self._kernels.plan_book.plans())
+
+    def time_plans(self, wanted: bool) -> None:
+        """Say whether the plans of the next update's products are to be timed after it. **Local.**"""
+        self._plans_missing = self._kernels.plan_book.timed = wanted
 
     def after_step(self) -> None:
         """Log, check and save what is due after an update, and call back. **Collective.**"""

@@ -139,10 +139,25 @@ def test_matmul(left, right):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 4), (0, 4), (4,), (2, 3, 4), (2, 0, 4)])
-def test_linear(shape):
-    check(ops.linear, array(*shape), array(5, 4), array(5))
-    check(ops.linear, array(*shape), array(5, 4))
-    check(lambda x, w: ops.linear(x, w, None), array(*shape), array(1, 4))
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_linear(shape, activation):
+    def linear(x, weight, bias=None):
+        return ops.linear(x, weight, bias, activation=activation)
+
+    check(linear, array(*shape), array(5, 4), array(5))
+    check(
+        linear, array(*shape), array(5, 4) + 0.013
+    )  # without this, some sums are 0, where ReLU has no slope
+    check(lambda x, w: linear(x, w, None), array(*shape), array(1, 4) + 0.013)
+
+
+def test_linear_leaves_out_what_is_not_wanted():
+    x, w, b = array(3, 4), array(5, 4), array(5)
+    check(lambda x: ops.linear(x, w, b, activation="gelu"), x)
+    check(lambda w: ops.linear(x, w, b, activation="relu"), w)
+    check(lambda b: ops.linear(x, w, b, activation="gelu"), b)
+    with pytest.raises(ValueError, match=r'activation: expected None, "relu" or "gelu", got \'tanh\''):
+        ops.linear(x, w, b, activation="tanh")
 
 
 def test_linear_without_inputs_or_outputs():
