@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Array = Any  # a NumPy or CuPy array
 Shape = tuple[int, ...]
 ACTIVATIONS = (None, "relu", "gelu")  # what `linear` applies to its result
+ATTENTIONS = ("auto", "cudnn", "plain")  # the engines of `attention`
 
 
 class Kernels(UpdateKernels):
@@ -224,6 +225,36 @@ class Kernels(UpdateKernels):
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
         raise NotImplementedError
 
+    def add_layer_norm(
+        self, x: Array, added: Array, weight: Array | None, bias: Array | None, eps: float
+    ) -> tuple[Array, Array, Any]:
+        """Return (sum, out, saved): x + added (N, D), and what :meth:`layer_norm` makes of that sum."""
+        raise NotImplementedError
+
+    def layer_norm_gradients(
+        self,
+        g: Array,
+        saved: Any,
+        weight: Array | None,
+        before: Array | None,
+        x: bool,
+        weight_into: tuple[Array, float] | None,
+        bias_into: tuple[Array, float] | None,
+    ) -> Array | None:
+        """Write the gradients of :meth:`layer_norm` that are wanted; leaves ``saved`` intact.
+
+        Args:
+            g: the gradient of the result, (N, D).
+            saved, weight: as of forward.
+            before: a gradient of x that is there already, (N, D), or None.
+            x: whether the gradient with respect to x is wanted.
+            weight_into, bias_into: (out, beta) of the gradient with respect to weight or bias, (D,); None for none.
+
+        Returns:
+            ``before`` plus the gradient with respect to x, or None.
+        """
+        raise NotImplementedError
+
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> tuple[Array, Any]:
         """Return x / sqrt(mean(x^2) + eps) * weight of each row of x (N, D), and saved."""
         raise NotImplementedError
@@ -322,6 +353,7 @@ class Kernels(UpdateKernels):
         keys: Array | None,
         keep: Array | None,
         keep_scale: float,
+        engine: str = "auto",
     ) -> tuple[Array, Any]:
         """Return softmax(scale * q k^T) v and saved, for q (N, H, T, D), k and v (N, H, S, D).
 
@@ -332,13 +364,54 @@ class Kernels(UpdateKernels):
             keys: boolean (N, S), False where a key is padding; a query without any key gives 0.
             keep: boolean (N, H, T, S), False where dropout takes a weight away.
             keep_scale: factor on the others.
+            engine: ``"plain"`` (products and a softmax), ``"cudnn"``, or ``"auto"``: cuDNN where it has this attention.
+
+        Raises:
+            ValueError: ``"cudnn"`` for what it has not.
+            MissingDependencyError: ``"cudnn"`` without its package.
         """
         raise NotImplementedError
 
     def attention_backward(
-        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+        self,
+        g: Array,
+        saved: Any,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+        into: tuple[Array, Array, Array] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of :meth:`attention` with respect to q, k and v."""
+        """Return the gradients of :meth:`attention` with respect to q, k and v, in the arrays ``into`` if given.
+
+        Without ``deterministic`` cuDNN may add in an order of its own, faster, with other last bits each time.
+        """
+        raise NotImplementedError
+
+    def self_attention(
+        self,
+        qkv: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+        engine: str = "auto",
+    ) -> tuple[Array, Any]:
+        """Return :meth:`attention` as (N, T, H * D), and saved, for qkv (N, T, 3, H, D): queries, keys, values."""
+        raise NotImplementedError
+
+    def self_attention_backward(
+        self,
+        g: Array,
+        saved: Any,
+        shape: Shape,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+    ) -> Array:
+        """Return the gradient of :meth:`self_attention` with respect to qkv of ``shape``."""
         raise NotImplementedError
 
     # -- losses --------------------------------------------------------------------------------------------
@@ -359,8 +432,11 @@ class Kernels(UpdateKernels):
         """
         raise NotImplementedError
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
-        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g."""
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
+        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g.
+
+        With ``own`` nothing else reads the logits any more, and the result may take their memory.
+        """
         raise NotImplementedError
 
     def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
@@ -400,6 +476,10 @@ class Kernels(UpdateKernels):
         self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
     ) -> Array:
         """Return the (rows, D) array of the sums of g over equal indices, in a fixed order."""
+        raise NotImplementedError
+
+    def token_embedding(self, tokens: Array, positions: Array, index: Array) -> Array:
+        """Return ``tokens[index] + positions[:T]`` for an index (N, T), with the checks of :meth:`embedding`."""
         raise NotImplementedError
 
     def scatter(self, g: Array, index: Any, shape: Shape) -> Array:
