@@ -16,7 +16,7 @@ from ..errors import TapeError
 from ..kernels.precision import is_half, wide
 from .held import held_bytes
 from .recording import Node
-from .wants import WANTED, Pair, Target, Want
+from .wants import WANTED, Before, Pair, Target, Want
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -167,9 +167,11 @@ class Tape:
             _run_again(operation, g, {**outside, **inner})
             return
         wants: list[Want] = []
-        for link in links:
+        for j, link in enumerate(links):
             if link is None:
                 wants.append(None)
+            elif j in operation.joins and (before := _taken(link, gathered, outside, k)) is not None:
+                wants.append(Before(before))
             elif type(link) is int or link in outside or links.count(link) > 1:
                 wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
             else:
@@ -241,6 +243,16 @@ class _Gathered:
                 before = k.add(*before)
             self.arrays[at] = k.xp.asarray(k.add(before, gradient))
             self.owned[at] = 1
+
+
+def _taken(link: Any, gathered: _Gathered, outside: _Outside, k: Any) -> Any:
+    """Return what has arrived of an input's gradient, and forget it: the rule that gets it returns the sum."""
+    if type(link) is not int:
+        if link not in outside:
+            return None
+        gathered, link = outside[link]
+    before, gathered.arrays[link], gathered.owned[link] = gathered.arrays[link], None, 0
+    return k.add(*before) if type(before) is Pair else before
 
 
 # For a part that is computed again: a leaf that stands for a result outside -> where its gradient is gathered.

@@ -19,28 +19,22 @@ Shapes: N rows (samples, or samples times positions), C classes, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
 from .board import Board
-from .updates import UpdateKernels
+from .image_interface import Array, ImageKernels, Into, Shape
 
 if TYPE_CHECKING:
-    from .channels import Statistics
     from .plan_book import PlanBook
-    from .windows import Windows
 
-Array = Any  # a NumPy or CuPy array
-Shape = tuple[int, ...]
-# (out, beta) of each of two results, or None
-Into = tuple[tuple[Array, float] | None, tuple[Array, float] | None]
 ACTIVATIONS = (None, "relu", "gelu")  # what `linear` applies to its result
+ATTENTIONS = ("auto", "cudnn", "plain")  # the engines of `attention`
 
 
-class Kernels(UpdateKernels):
+class Kernels(ImageKernels):
     """Arithmetic on the arrays of one device. **Local.**
 
     Attributes:
@@ -240,6 +234,36 @@ class Kernels(UpdateKernels):
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
         raise NotImplementedError
 
+    def add_layer_norm(
+        self, x: Array, added: Array, weight: Array | None, bias: Array | None, eps: float
+    ) -> tuple[Array, Array, Any]:
+        """Return (sum, out, saved): x + added (N, D), and what :meth:`layer_norm` makes of that sum."""
+        raise NotImplementedError
+
+    def layer_norm_gradients(
+        self,
+        g: Array,
+        saved: Any,
+        weight: Array | None,
+        before: Array | None,
+        x: bool,
+        weight_into: tuple[Array, float] | None,
+        bias_into: tuple[Array, float] | None,
+    ) -> Array | None:
+        """Write the gradients of :meth:`layer_norm` that are wanted; leaves ``saved`` intact.
+
+        Args:
+            g: the gradient of the result, (N, D).
+            saved, weight: as of forward.
+            before: a gradient of x that is there already, (N, D), or None.
+            x: whether the gradient with respect to x is wanted.
+            weight_into, bias_into: (out, beta) of the gradient with respect to weight or bias, (D,); None for none.
+
+        Returns:
+            ``before`` plus the gradient with respect to x, or None.
+        """
+        raise NotImplementedError
+
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> tuple[Array, Any]:
         """Return x / sqrt(mean(x^2) + eps) * weight of each row of x (N, D), and saved."""
         raise NotImplementedError
@@ -254,157 +278,6 @@ class Kernels(UpdateKernels):
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
         raise NotImplementedError
 
-    # -- channels: x, g and what is made of them are (N, C, ...), what belongs to a channel is (C,) ----------
-
-    def channel_moments(self, x: Array) -> Array:
-        """Return, in float64 and one array (1 + 2 C,): how many numbers a channel has, the mean of each channel, and
-        its sum of squared differences from that mean. Both are 0 where there is nothing to average.
-        """  # fmt: skip
-        raise NotImplementedError
-
-    def channel_statistics(
-        self,
-        x: Array,
-        eps: float,
-        gather: Callable[[Array], Array] | None = None,
-        running: tuple[Array, Array] | None = None,
-        momentum: float = 0.0,
-    ) -> Statistics:
-        """Return count, mean and 1 / sqrt(variance + eps) of a batch, and move running statistics towards them.
-
-        Args:
-            x: the batch, or a part of it.
-            eps: added to the (biased) variance.
-            gather: turns this part's moments into rows of all parts' moments, which are merged in order; None where x
-                is the whole batch.
-            running: mean and (unbiased) variance, changed in place: ``momentum`` of the new one, the rest of the old
-                one. An empty batch, or one with NaN, leaves them, one value a channel the variance.
-            momentum: see ``running``.
-        """
-        raise NotImplementedError
-
-    def normalise_channels(
-        self,
-        x: Array,
-        mean: Array,
-        rstd: Array,
-        weight: Array | None,
-        bias: Array | None,
-        residual: Array | None = None,
-        relu: bool = False,
-    ) -> tuple[Array, Any]:
-        """Return (x - mean) * rstd * weight + bias + residual, not below 0 if ``relu``, and saved.
-
-        The arithmetic is in float32 or wider, rounded once. The three methods below leave ``saved`` intact.
-        """
-        raise NotImplementedError
-
-    def channel_sums(
-        self,
-        g: Array,
-        saved: Any,
-        gain: tuple[Array, float] | None = None,
-        shift: tuple[Array, float] | None = None,
-        other: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Return the float64 sums (2, C) of g and of g * normalised x, and g for what follows.
-
-        The sums are of the gradient before ReLU. The second result goes to :meth:`normalise_channels_backward`; with a
-        residual it is that one's gradient.
-
-        Args:
-            g: the gradient of the result of :meth:`normalise_channels`.
-            saved: its second result.
-            gain, shift: (out, beta) to write the gradients of weight and bias into, the sums themselves; or None.
-            other: a second part of the gradient, to be added to g; or None.
-        """
-        raise NotImplementedError
-
-    def normalise_channels_backward(
-        self, g: Array, saved: Any, sums: Array | None = None, count: Array | None = None
-    ) -> Array:
-        """Return rstd * weight * (g - sums[0] / count - normalised x * sums[1] / count), the gradient of x.
-
-        Args:
-            g: the second result of :meth:`channel_sums`.
-            saved: as there.
-            sums, count: of the whole batch; None where mean and rstd do not depend on x.
-        """
-        raise NotImplementedError
-
-    # -- windows: images are (N, C, H, W) -------------------------------------------------------------------
-
-    def conv2d(
-        self,
-        x: Array,
-        weight: Array,
-        bias: Array | None,
-        windows: Windows,
-        groups: int,
-        relu: bool,
-        engine: str = "auto",
-    ) -> Array:
-        """Return the cross-correlation of x with weight (O, C / groups, I, J), plus bias (O,), then max(., 0) if
-        ``relu``: (N, O, P, Q). Some window fits the padded image.
-
-        Args:
-            engine: ``"plain"`` (matrix products), ``"cudnn"``, or ``"auto"``: cuDNN where it has this convolution.
-
-        Raises:
-            ValueError: ``"cudnn"`` for what it has not.
-            MissingDependencyError: ``"cudnn"`` without its package.
-        """  # fmt: skip
-        raise NotImplementedError
-
-    def conv2d_backward(
-        self,
-        g: Array,
-        x: Array,
-        weight: Array,
-        out: Array | None,
-        windows: Windows,
-        groups: int,
-        wants: tuple[bool, bool, bool],
-        into: Into = (None, None),
-        engine: str = "auto",
-    ) -> tuple[Array | None, Array | None, Array | None]:
-        """Return the gradients of :meth:`conv2d` with respect to x, weight and bias, those that are wanted.
-
-        Args:
-            g: the gradient of the result.
-            x, weight: as given to :meth:`conv2d`.
-            out: its result, where it had ``relu``; else None.
-            windows, groups: as given.
-            wants: which of the three to compute; the others are None.
-            into: where those of weight and bias may be written; one that was is returned itself.
-            engine: as given.
-        """
-        raise NotImplementedError
-
-    def max_pool2d(self, x: Array, windows: Windows, relu: bool) -> tuple[Array, Any]:
-        """Return the maximum of each window, not below 0 if ``relu``, and saved; padding is -inf."""
-        raise NotImplementedError
-
-    def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
-        """Return the gradient with respect to x; the first of equal maxima, row by row, takes all of it."""
-        raise NotImplementedError
-
-    def avg_pool2d(self, x: Array, windows: Windows) -> Array:
-        """Return the mean of each window; padding is 0 and counts."""
-        raise NotImplementedError
-
-    def avg_pool2d_backward(self, g: Array, shape: Shape, windows: Windows) -> Array:
-        """Return the gradient with respect to x of the given shape."""
-        raise NotImplementedError
-
-    def global_avg_pool2d(self, x: Array) -> Array:
-        """Return the mean of each channel over all pixels, (N, C); 0 where there is no pixel."""
-        raise NotImplementedError
-
-    def global_avg_pool2d_backward(self, g: Array, shape: Shape) -> Array:
-        """Return the gradient with respect to x of the given shape."""
-        raise NotImplementedError
-
     # -- attention -----------------------------------------------------------------------------------------
 
     def attention(
@@ -417,6 +290,7 @@ class Kernels(UpdateKernels):
         keys: Array | None,
         keep: Array | None,
         keep_scale: float,
+        engine: str = "auto",
     ) -> tuple[Array, Any]:
         """Return softmax(scale * q k^T) v and saved, for q (N, H, T, D), k and v (N, H, S, D).
 
@@ -427,13 +301,54 @@ class Kernels(UpdateKernels):
             keys: boolean (N, S), False where a key is padding; a query without any key gives 0.
             keep: boolean (N, H, T, S), False where dropout takes a weight away.
             keep_scale: factor on the others.
+            engine: ``"plain"`` (products and a softmax), ``"cudnn"``, or ``"auto"``: cuDNN where it has this attention.
+
+        Raises:
+            ValueError: ``"cudnn"`` for what it has not.
+            MissingDependencyError: ``"cudnn"`` without its package.
         """
         raise NotImplementedError
 
     def attention_backward(
-        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+        self,
+        g: Array,
+        saved: Any,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+        into: tuple[Array, Array, Array] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of :meth:`attention` with respect to q, k and v."""
+        """Return the gradients of :meth:`attention` with respect to q, k and v, in the arrays ``into`` if given.
+
+        Without ``deterministic`` cuDNN may add in an order of its own, faster, with other last bits each time.
+        """
+        raise NotImplementedError
+
+    def self_attention(
+        self,
+        qkv: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+        engine: str = "auto",
+    ) -> tuple[Array, Any]:
+        """Return :meth:`attention` as (N, T, H * D), and saved, for qkv (N, T, 3, H, D): queries, keys, values."""
+        raise NotImplementedError
+
+    def self_attention_backward(
+        self,
+        g: Array,
+        saved: Any,
+        shape: Shape,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+    ) -> Array:
+        """Return the gradient of :meth:`self_attention` with respect to qkv of ``shape``."""
         raise NotImplementedError
 
     # -- losses --------------------------------------------------------------------------------------------
@@ -460,8 +375,11 @@ class Kernels(UpdateKernels):
         """
         raise NotImplementedError
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
-        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g."""
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
+        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g.
+
+        With ``own`` nothing else reads the logits any more, and the result may take their memory.
+        """
         raise NotImplementedError
 
     def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
@@ -501,6 +419,10 @@ class Kernels(UpdateKernels):
         self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
     ) -> Array:
         """Return the (rows, D) array of the sums of g over equal indices, in a fixed order."""
+        raise NotImplementedError
+
+    def token_embedding(self, tokens: Array, positions: Array, index: Array) -> Array:
+        """Return ``tokens[index] + positions[:T]`` for an index (N, T), with the checks of :meth:`embedding`."""
         raise NotImplementedError
 
     def scatter(self, g: Array, index: Any, shape: Shape) -> Array:

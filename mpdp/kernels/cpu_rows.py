@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Kernels
+from .base import Array
+from .norms import NormsInParts
 from .precision import wide
 
 
-class CpuRows(Kernels):
+class CpuRows(NormsInParts):
     """Softmax, layer norm and losses with NumPy. **Local.**"""
 
     # -- softmax -------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class CpuRows(Kernels):
         total = np.add.reduce(losses, dtype=np.float64)
         return np.asarray(total, dtype=dtype), (power, norm, where, ignored, logits.dtype)
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
         power, norm, where, ignored, dtype = saved
         if norm is None:
             return np.zeros(power.shape, dtype)

@@ -2,10 +2,10 @@
 
 This file holds storage, reductions and elementwise forms and assembles the class. Products are in
 ``cuda_products``, rows (softmax, layer norm, losses) in ``cuda_rows``, indices in ``cuda_indices``, optimizers
-and checks in ``cuda_updates``, random masks in ``cuda_random``, convolution and pooling in ``cuda_images``, batch norm
-in ``cuda_channels``; ``attention`` is plain array calls for every device; ``cuda_source`` compiles and launches what
-lies in ``cuda_src``. Every sum is added in a fixed order, so a call repeats its bits. ``tests`` compares each method
-with the one of the CPU. Importing this module needs no CuPy; making the class does.
+and checks in ``cuda_updates``, random masks in ``cuda_random``, layer norm in ``cuda_norms``, attention in
+``cuda_attention``, convolution and pooling in ``cuda_images``, batch norm in ``cuda_channels``; ``cuda_source``
+compiles and launches what lies in ``cuda_src``. Every sum is added in a fixed order, so a call repeats its bits.
+``tests`` compares each method with the one of the CPU. Importing this module needs no CuPy; making the class does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
-from .attention import PlainAttention
 from .base import Array, Shape
 from .board import Board
+from .cuda_attention import CudaAttention
 from .cuda_board import CudaBoard
 from .cuda_channels import CudaChannels
 from .cuda_images import CudaImages
 from .cuda_indices import CudaIndices
+from .cuda_norms import CudaNorms
 from .cuda_products import CudaProducts
 from .cuda_random import CudaRandom
 from .cuda_rows import CudaRows
@@ -36,8 +37,8 @@ _WANTED_BLOCKS = 1056  # eight blocks a multiprocessor of an H200; a constant, s
 
 
 class CudaKernels(
-    CudaUpdates, CudaRows, CudaIndices, CudaProducts, CudaRandom, CudaImages, CudaChannels, PlainAttention
-):
+    CudaUpdates, CudaNorms, CudaRows, CudaIndices, CudaProducts, CudaRandom, CudaImages, CudaChannels, CudaAttention,
+):  # fmt: skip
     """CuPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**
 
     Args:
@@ -103,6 +104,8 @@ class CudaKernels(
         if len(shape) == 1 and x.shape[-1] == shape[0] and is_floating(x.dtype):
             rows = x.reshape(math.prod(x.shape[:-1]), shape[0])
             return self.activation_backward(rows, None, None, True, out, beta)[1]
+        if lead == 1 and x.shape[1:] == shape and is_floating(x.dtype):
+            return self._first_axis_sums(x, out, beta)
         axes = tuple(range(lead))
         axes += tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
         total = x.sum(axis=axes, dtype=wide(x.dtype)).reshape(shape)

@@ -131,6 +131,10 @@ class LayerNorm(Module):
         """Apply the layer to x of shape (..., *shape)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
+    def add(self, x: Any, added: Any) -> tuple[Tensor, Tensor]:
+        """Return ``x + added`` and the layer applied to it, in one pass; see :func:`ops.add_layer_norm`."""
+        return ops.add_layer_norm(x, added, self.weight, self.bias, eps=self.eps)
+
 
 class Dropout(Module):
     """Set elements to 0 with probability p while training, and divide the others by 1 - p. **Local.**

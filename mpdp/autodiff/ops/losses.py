@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from ..operation import Operation
@@ -15,12 +16,28 @@ def _cross_entropy(k, logits, target, ignore_index, count, check=False):
         logits = logits.reshape(math.prod(shape[:-1]), shape[-1])
         target = target.reshape(-1)
     total, saved = k.cross_entropy(logits, target, ignore_index, count, check)
-    return total, (saved, shape)
+    return total, ([saved], shape)
 
 
 def _cross_entropy_backward(k, saved, g, wants, ignore_index, count, check=False):
-    saved, shape = saved
-    return k.cross_entropy_backward(g, saved).reshape(shape), None
+    held, shape = saved
+    saved = held.pop()
+    return k.cross_entropy_backward(g, saved, only_here(saved)).reshape(shape), None
+
+
+def only_here(saved: tuple[Any, ...]) -> bool:
+    """Return whether a tuple, which its caller alone refers to, is the last that refers to its first array.
+
+    Then its memory may be written: the logits of a language model are the largest array of a step. An array counts
+    that is a view of one that nothing else refers to.
+    """
+    unknown = object()  # what a count is that one name alone refers to differs between versions of Python
+    one = sys.getrefcount(unknown)
+    array = saved[0]
+    if sys.getrefcount(array) > one + 1:  # this name, and the tuple
+        return False
+    base = array.base
+    return base is None or sys.getrefcount(base) <= one + 1  # this name, and the view
 
 
 def _squared_error(k, output, target):

@@ -1,4 +1,4 @@
-// Checks of indices, rows by index, and sums over equal indices. INDEX: type of the indices.
+// Checks of indices, and rows by index. INDEX: type of the indices.
 
 // -- checks -------------------------------------------------------------------------------------------------
 // A bad index is written into a record in pinned host memory, which the host reads without asking the device.
@@ -114,54 +114,4 @@ extern "C" __global__ void gather(const T* table, const INDEX* index, T* out, i6
     bool bad = row < 0 || row >= rows;
     for (i64 c = threadIdx.x; c < width; c += 32)
         out[i * width + c] = bad ? As<T>::of(not_a_number((W)0)) : table[row * width + c];
-}
-
-// -- sums over equal indices --------------------------------------------------------------------------------
-// `sorted` holds the indices in order and `order` where each came from. starts[r] is where row r begins.
-
-extern "C" __global__ void segment_starts(const i64* sorted, i64* starts, i64 n, i64 rows) {
-    i64 i = thread();
-    if (i > n) return;
-    i64 before = i ? sorted[i - 1] : -1, here = i < n ? sorted[i] : rows;
-    if (here > rows) here = rows;
-    for (i64 row = before + 1 > 0 ? before + 1 : 0; row <= here; row++) starts[row] = i;
-}
-
-#define TILE 64  // sorted positions that are summed at once where all have one index
-
-extern "C" __global__ void tile_sums(const T* g, const i64* sorted, const i64* order, W* tiles, i64 n, i64 width) {
-    i64 i = thread(), tile = i / width, c = i - tile * width;
-    if (tile >= n / TILE || sorted[tile * TILE] != sorted[tile * TILE + TILE - 1]) return;
-    W sum = 0;
-    #pragma unroll 8
-    for (i64 p = tile * TILE; p < (tile + 1) * TILE; p++) sum += wide(g[order[p] * width + c]);
-    tiles[i] = sum;
-}
-
-// Adds the tokens before the first whole tile, the tiles, and those behind the last. Wide rows: block (32, 8), a
-// warp for 32 columns of a row. Narrow ones, with a flat block: a thread an element of the result.
-extern "C" __global__ void segment_sums(const T* g, const i64* order, const i64* starts, const W* tiles, O* out,
-                                        i64 rows, i64 width, i64 accumulate) {
-    i64 row, c;
-    if (blockDim.y > 1) {
-        row = blockIdx.x * (i64)blockDim.y + threadIdx.y;
-        c = blockIdx.y * 32LL + threadIdx.x;
-    } else {
-        row = thread() / width;
-        c = thread() - row * width;
-    }
-    if (row >= rows || c >= width) return;
-    i64 start = starts[row], stop = starts[row + 1], i = row * width + c;
-    if (accumulate && start == stop) return;
-    W sum = 0;
-    i64 first = (start + TILE - 1) / TILE, last = stop / TILE, head = last > first ? first * TILE : stop;
-    #pragma unroll 4
-    for (i64 p = start; p < head; p++) sum += wide(g[order[p] * width + c]);
-    if (last > first) {
-        #pragma unroll 8
-        for (i64 t = first; t < last; t++) sum += tiles[t * width + c];
-        #pragma unroll 4
-        for (i64 p = last * TILE; p < stop; p++) sum += wide(g[order[p] * width + c]);
-    }
-    out[i] = As<O>::of(accumulate ? sum + (W)wide(out[i]) : sum);
 }

@@ -73,6 +73,34 @@ template <class T> __device__ __forceinline__ bool packed(const T* p) {
     return ((u64)p & (alignof(Four<T>) - 1)) == 0;
 }
 
+// -- sixteen bytes of T, or as many elements of another type A ------------------------------------------------
+
+template <class T> struct alignas(16) Sixteen { T v[16 / sizeof(T)]; };
+
+// Reads N elements at p, an address of N * sizeof(A) bytes, at most 16 of them at once.
+template <int N, class A, class W> __device__ __forceinline__ void read(const A* p, W* to) {
+    constexpr int most = 16 / sizeof(A) < N ? 16 / sizeof(A) : N;
+    struct alignas(most * sizeof(A)) Part { A v[most]; };
+    #pragma unroll
+    for (int i = 0; i < N; i += most) {
+        Part part = *(const Part*)(p + i);
+        #pragma unroll
+        for (int k = 0; k < most; k++) to[i + k] = wide(part.v[k]);
+    }
+}
+
+template <int N, class A, class W> __device__ __forceinline__ void write(A* p, const W* from) {
+    constexpr int most = 16 / sizeof(A) < N ? 16 / sizeof(A) : N;
+    struct alignas(most * sizeof(A)) Part { A v[most]; };
+    #pragma unroll
+    for (int i = 0; i < N; i += most) {
+        Part part;
+        #pragma unroll
+        for (int k = 0; k < most; k++) part.v[k] = As<A>::of(from[i + k]);
+        *(Part*)(p + i) = part;
+    }
+}
+
 __device__ __forceinline__ i64 thread() { return blockIdx.x * (i64)blockDim.x + threadIdx.x; }
 __device__ __forceinline__ i64 threads() { return gridDim.x * (i64)blockDim.x; }
 
