@@ -156,7 +156,9 @@ class Capture:
         with samples(SampleContext(parallel.seed, board.step, board.start, captured.count)):
             output = precision.forward(captured.inputs or (), captured.kwargs, parallel.model)
         captured.output = _detached(output) if looks else None  # nothing else may hold what the graph writes
-        total, factor, count = split_captured(self.loss_function(output, captured.target), captured.count)
+        loss = self.loss_function(output, captured.target)
+        total, factor, count = split_captured(loss, captured.count)
+        del output, loss  # backward writes over logits that nobody refers to
         precision.check_loss(total)
         self._loss = None
         if self._comm.size > 1 or not (first and last):

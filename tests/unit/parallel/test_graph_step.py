@@ -8,7 +8,7 @@ from called_again import capture, equal_bits
 from on_device import host, put, world, xp
 
 import mpdp
-from mpdp import autodiff, data, nn, optim
+from mpdp import autodiff, data, kernels, nn, optim
 from mpdp.errors import NonFiniteError
 from mpdp.training.updates import Updates
 
@@ -107,6 +107,33 @@ def test_graphs_have_the_bits_of_eager_steps(device, model, optimizer, options):
     assert same(eager, captured) and history == expected and captured.loss == eager.loss
     assert captured.updates.graphs.captures > 0 and captured.step_count == eager.step_count == UPDATES
     assert captured.parallel.last_count == eager.parallel.last_count
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_nothing_but_the_loss_holds_the_output_in_backward(device, graph, monkeypatch):
+    owned = []
+    kind = type(kernels.for_device(world().device))
+    forward, backward = kind.cross_entropy, kind.cross_entropy_backward
+    on_cpu = world().device.kind == "cpu"
+
+    def with_logits(self, logits, *others):  # there backward needs other arrays
+        total, saved = forward(self, logits, *others)
+        return total, (logits, saved)
+
+    def watched(self, g, saved, own=False):
+        owned.append(own)
+        return backward(self, g, saved[1] if on_cpu else saved, own)
+
+    if on_cpu:
+        monkeypatch.setattr(kind, "cross_entropy", with_logits)
+    monkeypatch.setattr(kind, "cross_entropy_backward", watched)
+    trainer = trainer_of(graph=graph)
+    x, y = samples(12)
+    for _ in range(6):
+        trainer.step((x, y))
+    trainer.settle()
+    assert owned and all(owned)
+    assert not graph or trainer.updates.graphs.captures > 0
 
 
 def test_mse_and_losses_of_a_program(device):
