@@ -26,10 +26,8 @@ from mpdp.kernels.cuda_source import program
 
 SHIM = r"""
 #include <ucontext.h>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+extern "C" float expf(float), logf(float), sqrtf(float);
+extern "C" void* memcpy(void*, const void*, unsigned long);
 #define __CUDA_ARCH__ 800
 #define __device__
 #define __global__
@@ -38,13 +36,13 @@ SHIM = r"""
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 struct Index { int x, y, z; };
-struct Copy { char* to; const char* from; };
+struct Copy { char* to; const char* from; int group; };
 struct Fiber {
     ucontext_t context;
     Index index;
     bool done;
-    std::vector<std::vector<Copy>> groups;
-    std::vector<Copy> open;
+    Copy copies[128];  // that are under way, oldest first
+    int under_way, groups;
 };
 static Fiber fibers[1024];
 static char stacks[1024][1 << 16];
@@ -76,24 +74,26 @@ template <class V> static V __shfl_xor_sync(unsigned, V value, int offset) {
     meet_at(warps[warp], 32);
     return out;
 }
-static std::vector<char*> addresses;  // of shared memory, by number: a compiler may take no integer for an address
+static char* addresses[1 << 16];  // of shared memory, by number: a compiler may take no integer for an address
+static unsigned known;
 static unsigned __cvta_generic_to_shared(void* p) {
-    addresses.push_back((char*)p);
-    return addresses.size() - 1;
+    addresses[known %= 1 << 16] = (char*)p;
+    return known++;
 }
 static void copy_async(unsigned to, const void* from) {
-    fibers[current].open.push_back({addresses[to], (const char*)from});
+    Fiber& f = fibers[current];
+    f.copies[f.under_way++] = Copy{addresses[to], (const char*)from, f.groups};
 }
-static void copy_commit() {
-    fibers[current].groups.push_back(fibers[current].open);
-    fibers[current].open.clear();
-}
-static void copy_wait(size_t left) {
-    auto& groups = fibers[current].groups;
-    while (groups.size() > left) {
-        for (Copy& c : groups[0]) memcpy(c.to, c.from, 16);
-        groups.erase(groups.begin());
+static void copy_commit() { fibers[current].groups++; }
+static void copy_wait(int left) {  // for all but the last groups
+    Fiber& f = fibers[current];
+    int kept = 0;
+    for (int i = 0; i < f.under_way; i++) {
+        Copy c = f.copies[i];
+        if (c.group < f.groups - left) memcpy(c.to, c.from, 16);
+        else f.copies[kept++] = c;
     }
+    f.under_way = kept;
 }
 static float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 static unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
@@ -120,18 +120,16 @@ static void run(const int* shape, void (*f)()) {  // blocks x, y; threads x, y
     gridDim = {shape[0], shape[1], 1};
     count = shape[2] * shape[3];
     for (int b = 0; b < shape[0] * shape[1]; b++) {
-        addresses.clear();
         blockIdx = {b % shape[0], b / shape[0], 0};
         for (int i = 0; i < count; i++) {
             Fiber& f = fibers[i];
             f.index = {i % shape[2], i / shape[2], 0};
             f.done = false;
-            f.groups.clear();
-            f.open.clear();
+            f.under_way = f.groups = 0;
             getcontext(&f.context);
             f.context.uc_stack.ss_sp = stacks[i];
             f.context.uc_stack.ss_size = sizeof stacks[i];
-            f.context.uc_link = nullptr;
+            f.context.uc_link = 0;
             makecontext(&f.context, enter, 0);
         }
         current = 0;

@@ -29,19 +29,9 @@ def close(found, expected, dtype, factor=1.0):
     np.testing.assert_allclose(wide(found), expected, rtol=0, atol=limit)
 
 
-# Widths of one thread row a warp, of more, and of a whole block; rows that fill no block; staged copies or none.
+# A row for a warp, for two and for a whole block; rows that fill no block; rows that are fetched ahead, and one not.
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype"),
-    [
-        (45, 384, BF16),
-        (1, 768, BF16),
-        (21, 1024, BF16),
-        (5, 2000, BF16),
-        (3, 4096, BF16),
-        (33, 96, F32),
-        (9, 768, F32),
-    ],
-    ids=str,
+    ("rows", "width", "dtype"), [(45, 384, BF16), (21, 1024, BF16), (3, 4096, BF16), (9, 768, F32)], ids=str
 )
 def test_layer_norm_of_a_sum(k, rows, width, dtype, monkeypatch):
     monkeypatch.setattr("mpdp.kernels.cuda_norms._BLOCKS", 3)
@@ -69,7 +59,7 @@ def test_layer_norm_of_a_sum(k, rows, width, dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "rows", "width"),
-    [(1, 1, 4), (255, 3, 4), (257, 3, 8), (5000, 40, 4), (300, 60_000, 3), (33, 2, 40)],
+    [(1, 1, 4), (255, 3, 4), (5000, 40, 4), (300, 60_000, 3), (33, 2, 40)],
 )
 def test_sums_over_equal_indices(k, count, rows, width):
     index = place(random.integers(-1, rows + 1, count).astype(np.int32))  # some that are no row add nothing
