@@ -13,6 +13,15 @@ from mpdp.errors import NonFiniteError
 from mpdp.training.updates import Updates
 
 UPDATES = 20
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Leave other tests the default initial weights."""
+    yield
+    mpdp.seed(0)
+
+
 RNG = np.random.default_rng(5)
 
 
