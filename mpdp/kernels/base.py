@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
 from .board import Board
-from .image_interface import Array, ImageKernels, Into, Shape
+from .image_interface import Array, ImageKernels, Shape
 
 if TYPE_CHECKING:
     from .plan_book import PlanBook

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .base import Array, Into
+from .base import Array
+from .image_interface import Into
 from .precision import is_half, rounded_once, wide
 from .windows import Pair, PlainWindows, Windows
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from .base import Array, Into, Kernels, Shape
+from .base import Array, Kernels, Shape
+from .image_interface import Into
 from .precision import wide
 
 Pair = tuple[int, int]
