@@ -150,6 +150,7 @@ def _write_rest(log: Path, pending: list[str], pid: int) -> None:
         return  # a forked child's copy
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         file.writelines(pending)
+        pending.clear()  # updates under way may still add rows, and write them
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:

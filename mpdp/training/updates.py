@@ -5,6 +5,10 @@ Both ways give the same bits. Read ``step`` for the eager one and ``parallel.gra
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +23,16 @@ from .evaluation import Tally
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+_PATIENCE_SECONDS = 5.0
+
+
+def _close(updates: weakref.ref[Updates]) -> None:
+    """Close what is left at the end of the program."""
+    left = updates()
+    if left is not None:
+        left.close()
 
 
 class Updates:
@@ -36,6 +50,7 @@ class Updates:
     def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
         self.trainer = trainer
         self.graphs: GraphStep | None = None
+        self._process = os.getpid()
         self._kernels = kernels.for_device(trainer.world.device)
         self.time_plans(timed)
         recorder = None if graph is False else recorder_of(trainer.world.device)
@@ -45,6 +60,7 @@ class Updates:
     def record_with(self, recorder: Any, required: bool) -> None:
         """Run updates as graphs that ``recorder`` makes. **Local.**"""
         trainer = self.trainer
+        atexit.register(_close, weakref.ref(self))
         self.graphs = GraphStep(
             trainer.parallel,
             trainer.loss_function,
@@ -88,6 +104,20 @@ class Updates:
             share_plans(self._kernels.plan_book, trainer.world.axis("data"))
             trainer.folder.note_plans(self._kernels.plan_book.plans())
         return loss
+
+    def __del__(self) -> None:
+        """Log the last updates of a program with a loop of its own, which has no end of training that would."""
+        self.close()
+
+    def close(self) -> None:
+        """Take over what the updates under way have reported, and write the log. **Local.**"""
+        graphs = getattr(self, "graphs", None)
+        if (
+            graphs is not None and graphs.under_way and os.getpid() == self._process
+        ):  # not a forked child's copy
+            graphs.take_finished(_PATIENCE_SECONDS)
+            with contextlib.suppress(OSError):
+                self.trainer.folder.flush()
 
     def settle(self) -> None:
         """Wait for the updates under way; see :meth:`Trainer.settle`."""
