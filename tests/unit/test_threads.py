@@ -97,9 +97,9 @@ def test_seeds_and_modes_belong_to_a_thread():
 
 def test_blas_threads_are_shared_out_and_given_back(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    from mpdp.world import blas_threads
-
     import sklearn.utils  # noqa: F401  loads OpenMP, whose count of threads belongs to the thread that asks
+
+    from mpdp.world import blas_threads
 
     before = blas_threads()
     assert max(threads.run(blas_threads, 64)) == 1
