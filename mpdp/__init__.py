@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .device_memory import DeviceInfo, devices, place
     from .nn import seed
     from .parallel import DataParallel, GradientArena, Layout, Reducer
-    from .training import Callback, Trainer, new_run_dir
+    from .training import Callback, EarlyStopping, Trainer, new_run_dir
     from .world import World, current_world, init
 
 _HOMES = {
@@ -32,6 +32,7 @@ _HOMES = {
     "DataParallel": "parallel",
     "Device": "device",
     "DeviceInfo": "device_memory",
+    "EarlyStopping": "training",
     "GradientArena": "parallel",
     "Layout": "parallel",
     "Reducer": "parallel",
@@ -52,6 +53,7 @@ __all__ = [
     "DataParallel",
     "Device",
     "DeviceInfo",
+    "EarlyStopping",
     "GradientArena",
     "Layout",
     "Reducer",

@@ -15,7 +15,8 @@ Everything else raises a class of this tree::
     |   `-- DeviceMismatchError operands of one operation live on different devices
     |-- TapeError               a tape was used after it was consumed
     |-- NonFiniteError          a loss or a gradient is NaN or infinite
-    `-- CheckpointError         a checkpoint is missing, torn or does not fit
+    |-- CheckpointError         a checkpoint is missing, torn or does not fit
+    `-- WorkerError             a worker process of a data set failed or cannot be started
 
 An error that all ranks raise together carries ``agreed = True``: it was settled by a small
 all-reduce, so no rank is left waiting and a program may catch it on every rank and go on.
@@ -86,6 +87,10 @@ class NonFiniteError(MpdpError):
 
 class CheckpointError(MpdpError):
     """A checkpoint is missing, torn or does not fit the model."""
+
+
+class WorkerError(MpdpError):
+    """A worker process of a data set failed, died, or cannot be started."""
 
 
 def on_all_ranks(error: E) -> E:

@@ -291,8 +291,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         if found.local_rank == 0:
             say(control.rank, control.size, level, message)
 
-    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes), log)
     ranks_per_device = _ranks_per_device(mpi, raw, chosen)
+    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes, ranks_per_device), log)
     comm, reason = choose(asked, control, chosen, found.node, found.num_nodes, log, ranks_per_device, sizes)
     guard.current.at_end(comm.release)
     place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes
@@ -455,4 +455,5 @@ def blas_threads() -> int:
     """Return the most threads that a BLAS library of this process uses. **Local.**"""
     from threadpoolctl import threadpool_info
 
-    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    # OpenMP's number is a thread's own, and says nothing of products.
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)

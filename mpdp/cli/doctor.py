@@ -280,7 +280,13 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         )
     if len({r["python"] for r in ranks}) > 1:
         found.append(Problem("ranks run different versions of Python", "use one environment on all nodes"))
-    report["auto"] = foresee(report["gpus"], world.num_nodes, os.environ, ranks=world.size)
+    report["auto"] = foresee(
+        report["gpus"],
+        world.num_nodes,
+        os.environ,
+        ranks=world.size,
+        ranks_per_gpu=world.ranks_per_device,
+    )
     return ({**report, "job": job} if world.rank == 0 else None), found
 
 

@@ -4,17 +4,26 @@ Everything that decides which rank reads which sample is arithmetic on a few num
 epoch, rank, size): no message carries data or an order. Read next: ``order``, ``datasets``, ``loader``.
 """
 
-from .datasets import ArrayDataset, TokenDataset, check_dataset, map_arrays, split_batch, stack, take
+from .datasets import ArrayDataset, TokenDataset
+from .images import ImageFolder
 from .loader import Loader, MicroBatch
 from .order import Order, Share, batches, micro_batches, share
+from .reading import Draw, check_dataset, map_arrays, split_batch, stack, take
+from .transforms import Select, Transform
+from .workers import Workers
 
 __all__ = [
     "ArrayDataset",
+    "Draw",
+    "ImageFolder",
     "Loader",
     "MicroBatch",
     "Order",
+    "Select",
     "Share",
     "TokenDataset",
+    "Transform",
+    "Workers",
     "batches",
     "check_dataset",
     "map_arrays",

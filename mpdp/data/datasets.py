@@ -1,20 +1,22 @@
-"""Datasets: things with a length and samples, and how the samples of one batch are put together.
+"""Datasets: samples from arrays, in memory or mapped from files, and windows of a stream of tokens.
 
-A batch has the structure of a sample (an array, a tuple or a dict of them, nested) with a leading
-dimension on every array. It knows nothing of ranks and orders. Read next: ``loader``.
+A data set is any object with a length and samples; these two read many samples at once. They know nothing of ranks and
+orders. Read next: ``reading``, for how samples become batches.
 
 Shapes: N samples of the data set, B samples of a batch, T tokens of a context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
 from typing import Any
 
 import numpy as np
 
 from ..device import device_of
+from .files import map_npy, map_npz, map_tokens
 from .order import whole
+from .reading import is_array, leaves, map_arrays, plain_rows
 
 
 class ArrayDataset:
@@ -41,6 +43,8 @@ class ArrayDataset:
         (3, (array([2., 3.]), np.int64(1)))
     """
 
+    takes_none = True  # a batch of no samples has a shape
+
     def __init__(self, *arrays: Any, **named: Any) -> None:
         if bool(arrays) == bool(named):
             raise ValueError(
@@ -49,13 +53,43 @@ class ArrayDataset:
             )
         tree: Any = named if named else (arrays if len(arrays) > 1 else arrays[0])
         self.arrays = map_arrays(_as_array, tree, "arrays")
-        lengths = {path: len(array) for path, array in _leaves(self.arrays, "arrays")}
+        lengths = {path: len(array) for path, array in leaves(self.arrays, "arrays")}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{length} in {path}" for path, length in lengths.items())
             raise ValueError(
                 f"arrays: expected one leading length, got {shown}; inputs and targets need one row a sample"
             )
         self._length = next(iter(lengths.values()))
+
+    @classmethod
+    def from_npy(cls, *paths: str | os.PathLike[str], **named: str | os.PathLike[str]) -> ArrayDataset:
+        """Serve samples from ``.npy`` files, mapped: nothing is read before a batch asks for its rows. **Local.**
+
+        Args:
+            paths: a file an array: inputs, then the target last.
+            named: in place of ``paths``, as for the constructor.
+
+        Raises:
+            ValueError: a file that is no ``.npy``, or holds Python objects.
+        """
+        return cls(*map(map_npy, paths), **{name: map_npy(path) for name, path in named.items()})
+
+    @classmethod
+    def from_npz(cls, path: str | os.PathLike[str], *names: str) -> ArrayDataset:
+        """Serve samples from arrays of one ``.npz`` file. **Local.**
+
+        Those that are stored as they are (``numpy.savez``) stay in the file, mapped; compressed ones are read to
+        memory, once a rank.
+
+        Args:
+            path: the file.
+            names: of the arrays in it: inputs, then the target last (default: all, in the file's order).
+
+        Raises:
+            KeyError: no such array.
+            ValueError: a file that is no ``.npz``, or holds Python objects.
+        """
+        return cls(*map_npz(path, names))
 
     def __len__(self) -> int:
         return self._length
@@ -65,7 +99,7 @@ class ArrayDataset:
 
     def take(self, indices: np.ndarray) -> Any:
         """Return the batch of the given samples: copies, in memory. **Local.**"""
-        return map_arrays(lambda array, _: _plain(array[indices]), self.arrays)
+        return map_arrays(lambda array, _: plain_rows(array[indices]), self.arrays)
 
 
 class TokenDataset:
@@ -84,6 +118,8 @@ class TokenDataset:
         (2, (array([3, 4, 5]), array([4, 5, 6])))
     """
 
+    takes_none = True
+
     def __init__(self, tokens: Any, context: int) -> None:
         tokens = _as_array(tokens, "tokens")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -93,13 +129,27 @@ class TokenDataset:
         self.context = whole("context", context, 1)
         self._tokens = tokens
 
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], context: int, dtype: Any = None) -> TokenDataset:
+        """Serve windows of a file of tokens, mapped. **Local.**
+
+        Args:
+            path: a ``.npy``, or a file of nothing but integers in this machine's order of bytes.
+            context: T, tokens a sample.
+            dtype: of the integers, such as ``"uint16"``; needed unless it is a ``.npy``.
+
+        Raises:
+            ValueError: no dtype, or a size that is no multiple of it.
+        """
+        return cls(map_tokens(path, dtype), context)
+
     def __len__(self) -> int:
         return max(0, len(self._tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         index = range(len(self))[index]  # negative ones count from the end; IndexError beyond
         window = self._tokens[index * self.context : (index + 1) * self.context + 1]
-        return _plain(window[:-1]), _plain(window[1:])
+        return plain_rows(window[:-1]), plain_rows(window[1:])
 
     def take(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Return (x, y), each of shape (B, T). **Local.**"""
@@ -111,220 +161,9 @@ class TokenDataset:
         return x, y
 
 
-def check_dataset(dataset: Any) -> int:
-    """Return the length of a data set.
-
-    **Local.**
-
-    Raises:
-        TypeError: it has no ``__len__`` or no ``__getitem__``.
-    """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(
-        dataset, (str, dict)
-    ):
-        raise TypeError(
-            f"dataset: expected an object with __len__ and __getitem__, got {type(dataset).__name__}; "
-            "wrap arrays in data.ArrayDataset(x, y)"
-        )
-    return len(dataset)
-
-
-def take(dataset: Any, indices: np.ndarray, where: str = "") -> Any:
-    """Return the batch of the given samples, or None if there are none and their shape is unknown.
-
-    **Local.** In this order: an array is indexed; a data set with ``__getitems__(list)`` gives a list of
-    samples; one with ``take(indices)`` gives a whole batch; any other is asked sample by sample, with
-    Python integers. Lists of samples are stacked (:func:`stack`).
-
-    Args:
-        dataset: any object with ``__len__`` and ``__getitem__``.
-        indices: int64 array of shape (B,).
-        where: put into the note of an error, such as ``" (rank 1, epoch 0, update 3)"``.
-
-    Raises:
-        Exception: what the data set raises, with a note that names the sample.
-        ValueError: samples that do not fit together.
-    """
-    if len(indices) == 0 and not (isinstance(dataset, (ArrayDataset, TokenDataset)) or _is_array(dataset)):
-        return None
-    many = "" if len(indices) == 0 else f"{len(indices)} samples, first sample {int(indices[0])}"
-    if _is_array(dataset):
-        with _Note(many, where):
-            return _plain(dataset[indices])
-    if hasattr(dataset, "__getitems__"):
-        with _Note(many, where):
-            items = list(dataset.__getitems__(indices.tolist()))
-            if len(items) != len(indices):
-                raise ValueError(
-                    f"__getitems__: expected {len(indices)} samples, got {len(items)}; return one an index"
-                )
-    elif hasattr(dataset, "take"):
-        with _Note(many, where):
-            batch = dataset.take(indices)
-            for path, array in _leaves(batch, "batch"):
-                shape = np.shape(array)
-                if shape[:1] != (len(indices),):
-                    raise ValueError(
-                        f"take: expected arrays of leading length {len(indices)}, got {shape} in {path}; "
-                        "return a row an index"
-                    )
-            return batch
-    else:
-        items = []
-        for index in indices.tolist():
-            with _Note(f"sample {index}", where):
-                items.append(dataset[index])
-    with _Note(many, where):
-        return stack(items, indices)
-
-
-def stack(items: list[Any], indices: Any) -> Any:
-    """Return one batch of equal samples.
-
-    **Local.** Tuples and dicts keep their structure; arrays, numbers and lists of numbers become arrays
-    with a new leading dimension.
-
-    Args:
-        items: at least one sample.
-        indices: their numbers in the data set, for messages.
-
-    Raises:
-        ValueError: samples of unequal structure or shape; the message names the samples.
-        TypeError: samples that are not numbers.
-
-    Example:
-        >>> stack([(1.0, 2), (3.0, 4)], [0, 1])
-        (array([1., 3.]), array([2, 4]))
-    """
-    return _stack(items, [int(i) for i in indices], "sample")
-
-
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return what a model is called with, and the target: ``model(*inputs, **kwargs)``.
-
-    **Local.**
-
-    ==============================  ===========================
-    batch                           call
-    ==============================  ===========================
-    ``(x, y)``, ``(x1, x2, y)``     ``model(x)``, ``model(x1, x2)``
-    ``((x1, x2), y)``               ``model(x1, x2)``
-    ``({"a": a, "b": b}, y)``       ``model(a=a, b=b)``
-    ``{"a": a, "target": y}``       ``model(a=a)``
-    ``x``, ``(x,)``                 ``model(x)``, target None
-    ==============================  ===========================
-
-    Raises:
-        ValueError: a dict without "target", or an empty tuple.
-
-    Example:
-        >>> split_batch(((1, 2), 3))
-        ((1, 2), {}, 3)
-    """
-    if isinstance(batch, dict):
-        if "target" not in batch:
-            raise ValueError(
-                f'batch: expected a key "target", got {sorted(map(str, batch))}; name the target so'
-            )
-        return (), {key: value for key, value in batch.items() if key != "target"}, batch["target"]
-    if not isinstance(batch, (tuple, list)):
-        return (batch,), {}, None
-    if len(batch) == 0:
-        raise ValueError("batch: expected inputs and a target, got an empty tuple; return (x, y)")
-    if len(batch) == 1:
-        return (batch[0],), {}, None
-    if len(batch) == 2 and isinstance(batch[0], dict):
-        return (), dict(batch[0]), batch[1]
-    if len(batch) == 2 and isinstance(batch[0], (tuple, list)):
-        return tuple(batch[0]), {}, batch[1]
-    return tuple(batch[:-1]), {}, batch[-1]
-
-
-def map_arrays(function: Callable[[Any, str], Any], tree: Any, path: str = "batch") -> Any:
-    """Return a tree of the same structure with ``function(array, path)`` of each array. **Local.**"""
-    if isinstance(tree, dict):
-        return {key: map_arrays(function, value, f"{path}[{key!r}]") for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(map_arrays(function, value, f"{path}[{i}]") for i, value in enumerate(tree))
-    return None if tree is None else function(tree, path)
-
-
-class _Note:
-    """Note which samples were being loaded on an error that passes through."""
-
-    def __init__(self, what: str, where: str) -> None:
-        self._what, self._where = what, where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            error.add_note(f"while loading {self._what}{self._where}")
-
-
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{path}[{key!r}]")
-    elif isinstance(tree, tuple):
-        for i, value in enumerate(tree):
-            yield from _leaves(value, f"{path}[{i}]")
-    elif tree is not None:
-        yield path, tree
-
-
-def _stack(items: list[Any], indices: list[int], path: str) -> Any:
-    first = items[0]
-    if isinstance(first, dict):
-        for item, index in zip(items, indices):
-            if not isinstance(item, dict) or item.keys() != first.keys():
-                keys = sorted(map(str, item)) if isinstance(item, dict) else type(item).__name__
-                raise ValueError(
-                    f"{path}: expected keys {sorted(map(str, first))} as in sample {indices[0]}, "
-                    f"got {keys} in sample {index}; give every sample one structure"
-                )
-        return {key: _stack([item[key] for item in items], indices, f"{path}[{key!r}]") for key in first}
-    if isinstance(first, tuple):
-        for item, index in zip(items, indices):
-            if not isinstance(item, tuple) or len(item) != len(first):
-                got = f"{len(item)}" if isinstance(item, tuple) else type(item).__name__
-                raise ValueError(
-                    f"{path}: expected a tuple of {len(first)} as in sample {indices[0]}, "
-                    f"got {got} in sample {index}; give every sample one structure"
-                )
-        return tuple(_stack([item[i] for item in items], indices, f"{path}[{i}]") for i in range(len(first)))
-    if first is None and all(item is None for item in items):
-        return None
-    arrays = [_number_array(item, index, path) for item, index in zip(items, indices)]
-    for array, index in zip(arrays, indices):
-        if array.shape != arrays[0].shape:
-            raise ValueError(
-                f"{path}: expected shape {arrays[0].shape} as in sample {indices[0]}, "
-                f"got {array.shape} in sample {index}; pad or crop samples to one shape"
-            )
-    return device_of(arrays[0]).xp.stack(arrays)
-
-
-def _number_array(item: Any, index: int, path: str) -> Any:
-    try:
-        array = item if _is_array(item) else np.asarray(item)
-    except ValueError as error:  # a ragged list
-        raise ValueError(
-            f"{path}: expected numbers of one shape, got {error} in sample {index}; "
-            "return a tuple (x, y) for several arrays"
-        ) from error
-    if isinstance(item, (tuple, dict)) or array.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"{path}: expected numbers or arrays of them, got {type(item).__name__} in sample {index}; "
-            "encode it as numbers"
-        )
-    return array
-
-
 def _as_array(value: Any, path: str) -> Any:
     """Return an array to keep: NumPy's (mapped ones stay mapped) and CuPy's as they are."""
-    if not _is_array(value):
+    if not is_array(value):
         if isinstance(value, (str, bytes)):
             raise TypeError(
                 f"{path}: expected an array, got the text {value!r}; "
@@ -343,15 +182,3 @@ def _as_array(value: Any, path: str) -> Any:
             f"{path}: expected a leading dimension of samples, got a 0-d array; one row a sample"
         )
     return value
-
-
-def _is_array(value: Any) -> bool:
-    """Return whether ``value`` is an array of NumPy or CuPy."""
-    return isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy"
-
-
-def _plain(array: Any) -> Any:
-    """Return rows in memory as a plain array; a slice of a mapped file is copied out of it."""
-    if isinstance(array, np.memmap):
-        return np.array(array)
-    return array

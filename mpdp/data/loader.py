@@ -17,8 +17,8 @@ import numpy as np
 
 from ..device import Device, as_device
 from .ahead import ReadAhead
-from .datasets import check_dataset, map_arrays, split_batch, take
 from .order import Order, Share, batches, micro_batches, whole
+from .reading import Draw, check_dataset, map_arrays, split_batch, take
 from .upload import Slot, Upload
 
 _PLACES_AHEAD = 4096  # places put in order at once: a call of 100 places costs as much as one of 2000
@@ -209,22 +209,30 @@ class Loader:
     def _load(self, share: Share, indices: np.ndarray, epoch: int, update: int) -> MicroBatch:
         when = f"epoch {epoch}, update {update}" if self.purpose == "update" else f"{self.purpose} {update}"
         where = f" (rank {self.rank}, {when})"
-        batch = take(self.dataset, indices, where)
-        if batch is not None:
-            batch = map_arrays(self._ready, batch)
-            if len(indices):
-                self._empty = map_arrays(lambda array, _: array[:0].copy(), batch)
-        elif self._empty is not None or self._zero_rows:
-            if self._empty is None:
-                first = map_arrays(self._ready, take(self.dataset, np.zeros(1, np.int64), where))
-                self._empty = map_arrays(lambda array, _: array[:0].copy(), first)
+        draw = Draw(self.seed, epoch)
+        batch = take(self.dataset, indices, where, draw)
+        if batch is None and self._zero_rows and self._empty is None:
+            first = map_arrays(self._ready, take(self.dataset, np.zeros(1, np.int64), where, draw))
+            self._empty = map_arrays(lambda array, _: array[:0].copy(), first)
+        return self._deliver(batch, share, indices, epoch, update)
+
+    def _deliver(
+        self, batch: Any, share: Share, indices: np.ndarray | None, epoch: int, update: int
+    ) -> MicroBatch:
+        """Return a share as the model takes it: cast, on its device; with zero rows where it is empty."""
+        count = share.stop - share.start
+        if batch is None:
             batch = self._empty
+        else:
+            batch = map_arrays(self._ready, batch)
+            if count:
+                self._empty = map_arrays(lambda array, _: array[:0].copy(), batch)
         slot = None
-        if self._upload is not None and batch is not None and len(indices):
+        if self._upload is not None and batch is not None and count:
             batch, slot = self._upload.start(batch)
         inputs, kwargs, target = (None, {}, None) if batch is None else split_batch(batch)
         return MicroBatch(
-            inputs, kwargs, target, share.start, len(indices), share.total, indices, epoch, update, slot
+            inputs, kwargs, target, share.start, count, share.total, indices, epoch, update, slot
         )
 
     def _ready(self, array: Any, path: str) -> Any:

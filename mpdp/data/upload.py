@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, device_of
-from .datasets import map_arrays
+from .reading import map_arrays
 
 _ALIGNMENT = 256  # bytes, of each array inside a slot
 

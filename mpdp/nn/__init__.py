@@ -10,7 +10,7 @@ from .attention import MultiHeadAttention, TransformerBlock
 from .convolution import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from .layers import GELU, Dropout, Embedding, Flatten, LayerNorm, Linear, ReLU, Sequential, Tanh
 from .losses import Loss, check_class_indices, cross_entropy, mse
-from .metrics import accuracy
+from .metrics import Gather, accuracy, mean, perplexity, top_k
 from .module import Module, checkpoint
 from .normalisation import BatchNorm1d, BatchNorm2d, GroupNorm, RMSNorm
 from .seeding import current_seed, seed
@@ -25,6 +25,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Flatten",
+    "Gather",
     "GlobalAvgPool2d",
     "GroupNorm",
     "LayerNorm",
@@ -45,7 +46,10 @@ __all__ = [
     "cross_entropy",
     "current_seed",
     "init",
+    "mean",
     "models",
     "mse",
+    "perplexity",
     "seed",
+    "top_k",
 ]

@@ -38,12 +38,18 @@ class Kind(IntEnum):
     REDUCE = 11
     NEW_RUN_DIR = 12
     BROADCAST = 13
+    PREDICT = 14
+    CALLBACKS = 15
+    IN_CALLBACK = 16
 
 
 _CALLS = {
     Kind.STEP_BEGIN: "the forward pass of a step",
     Kind.STEP: "the backward pass of a step",
     Kind.EVALUATE: "evaluate()",
+    Kind.PREDICT: "predict()",
+    Kind.CALLBACKS: "the end of its callbacks",
+    Kind.IN_CALLBACK: "a collective inside a callback",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",
@@ -55,6 +61,7 @@ _CALLS = {
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",
 }
+_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.CALLBACKS)
 
 
 @dataclass(slots=True)
@@ -109,6 +116,10 @@ def exchange(
     for value in values:
         mine += (_ANY, _ANY) if value is None else (value, ~value)
     maxima, totals = comm.reduce_numbers(mine, (*sums, *[0.0] * (_SUMS - len(sums))))
+    if (
+        maxima == mine
+    ):  # as in nearly every step: both extremes of each value are this rank's, or nobody else cares
+        return Agreed(tuple(totals[: len(sums)]), used is not None, stop, changed)
     unused, any_stop, any_changed, *extremes = maxima
     agreed = [high == ~low or high == _ANY for high, low in zip(extremes[::2], extremes[1::2])]
     if not all(agreed[: len(_EQUAL)]):
@@ -142,6 +153,6 @@ def _odd_one_out(places: dict[tuple[int, int, int | None], list[int]]) -> str:
     ranks_in: dict[int, int] = {}
     for (k, _, _), ranks in places.items():
         ranks_in[k] = ranks_in.get(k, 0) + len(ranks)
-    # A step is what everybody does; at equal counts the other call is the surprise.
-    kind = min(ranks_in, key=lambda k: (ranks_in[k], k in (Kind.STEP, Kind.STEP_BEGIN)))
+    # These are what everybody does; at equal counts the other call is the surprise.
+    kind = min(ranks_in, key=lambda k: (ranks_in[k], k in _USUAL))
     return _CALLS[Kind(kind)]

@@ -4,8 +4,8 @@
 ``checkpoint`` the format on disk, ``resuming`` what goes into it, ``run_folder`` what else a run leaves there.
 """
 
-from .callbacks import Callback
+from .callbacks import Callback, EarlyStopping
 from .run_folder import new_run_dir
 from .trainer import History, Trainer
 
-__all__ = ["Callback", "History", "Trainer", "new_run_dir"]
+__all__ = ["Callback", "EarlyStopping", "History", "Trainer", "new_run_dir"]

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..data import ArrayDataset, split_batch
+from ..data.worker_process import MARK
+from ..errors import WorkerError
 from ..nn import Module, losses
 from ..optim import Optimizer
 from ..parallel.precision import NAMES
@@ -29,12 +31,18 @@ def check(
     clip_norm: Any,
     seed: Any,
     graph: Any,
+    plans: Any,
     save_every: Any,
     keep: Any,
     run_dir: Any,
     callbacks: Any,
 ) -> None:
     """Refuse arguments of the constructor that cannot work. **Local.**"""
+    if os.environ.get(MARK):
+        raise WorkerError(
+            "Trainer: expected one in a rank, got one in a worker process that has run the script again; "
+            'put the script\'s own doings under if __name__ == "__main__":'
+        )
     if not isinstance(model, Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module")
     if not callable(loss):
@@ -56,8 +64,10 @@ def check(
         )
     if placement != "replicated":
         raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
-    if graph not in ("auto", False):
-        raise ValueError(f'graph: expected "auto" or False, got {graph!r}; leave it out')
+    if not (graph == "auto" or isinstance(graph, bool)):
+        raise ValueError(f'graph: expected "auto", True or False, got {graph!r}; leave it out')
+    if plans not in ("suggested", "timed"):
+        raise ValueError(f'plans: expected "suggested" or "timed", got {plans!r}; leave it out')
     for name, value in (("accumulate", accumulate), ("keep", keep)):
         if not _whole(value) or value < 1:
             raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}; pass an int")
@@ -91,6 +101,12 @@ def check(
                     f"callbacks: expected objects with the methods of mpdp.Callback, got {type(callback).__name__} "
                     f"without {method}; derive it from mpdp.Callback"
                 )
+
+
+def check_graph(graph: Any, world: World) -> None:
+    """Refuse to require graphs where there are none. **Local.**"""
+    if graph is True and world.device.kind == "cpu":
+        raise ValueError('graph: expected "auto" or False on a CPU, got True; a GPU alone has graphs')
 
 
 def cast(model: Module, precision: str, world: World) -> None:

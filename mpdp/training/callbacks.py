@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
+
+from ..errors import on_all_ranks
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -12,7 +15,9 @@ class Callback:
     """Base of callbacks; override what you need.
 
     **Collective.** Every method is called on every rank, at the same point of the run, except :meth:`on_exception`.
-    So a callback may call collectives of the trainer (``evaluate``, ``save``) as long as every rank does.
+    So a callback may call collectives (``trainer.evaluate``, ``trainer.save``, ``world.comm.barrier``) as long as every
+    rank does. Where one rank calls one alone, all ranks raise a ``DisagreementError`` that says which rank is where.
+    What a callback raises carries a note with its name.
 
     Example:
         >>> class StopAt(Callback):
@@ -39,3 +44,77 @@ class Callback:
         Unless ``error.agreed``, the job is about to end: collectives raise here, and the first traceback was
         printed already.
         """
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric has not become better for some epochs.
+
+    **Collective.** It looks at ``trainer.history`` alone, which is the same on every rank and part of a checkpoint, so
+    it counts on in a run that was stopped and resumed.
+
+    Args:
+        metric: a name in the rows of the history.
+        patience: epochs without a better value after which it stops.
+        min_delta: how much better a value has to be.
+        mode: ``"min"`` or ``"max"``; known for losses and perplexity.
+
+    Attributes:
+        best: the best value so far; None before the first.
+        best_epoch: the epoch of it, counted from 1.
+
+    Example:
+        >>> EarlyStopping("accuracy", patience=5, mode="max").best is None
+        True
+    """
+
+    def __init__(
+        self,
+        metric: str = "validation_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str | None = None,
+    ) -> None:
+        if mode is None and (metric.endswith("loss") or metric == "perplexity"):
+            mode = "min"
+        if mode not in ("min", "max"):
+            raise ValueError(
+                f'mode: expected "min" or "max" beside metric {metric!r}, got {mode!r}; say which is better'
+            )
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(
+                f"patience: expected an integer of 1 or more, got {patience!r}; it counts epochs"
+            )
+        if not (0.0 <= min_delta < math.inf):
+            raise ValueError(
+                f"min_delta: expected a number of 0 or more, got {min_delta!r}; 0 takes any gain"
+            )
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, float(min_delta), mode
+        self.best: float | None = None
+        self.best_epoch = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ranks compare. **Local.**"""
+        names = ("metric", "patience", "min_delta", "mode")
+        return {"class": type(self).__name__} | {name: getattr(self, name) for name in names}
+
+    def on_epoch(self, trainer: Trainer) -> None:
+        """Ask to stop if the last ``patience`` epochs brought nothing better."""
+        rows = trainer.history
+        if self.metric not in rows[-1]:
+            known = ", ".join(key for key in rows[-1] if key not in ("epoch", "step"))
+            raise on_all_ranks(
+                KeyError(
+                    f"metric: expected one of {known} in the history, got {self.metric!r}; "
+                    "pass it to fit in metrics=, or validation="
+                )
+            )
+        self.best, self.best_epoch = None, 0
+        for row in rows:
+            if self.metric not in row:  # an earlier call of fit had other metrics
+                continue
+            value = float(row[self.metric])
+            gain = math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
+            if gain > self.min_delta and not math.isnan(value):
+                self.best, self.best_epoch = value, int(row["epoch"])
+        if rows[-1]["epoch"] - self.best_epoch >= self.patience:
+            trainer.should_stop = True

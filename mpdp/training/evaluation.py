@@ -6,26 +6,32 @@ of batches; no collective happens until all have seen theirs.
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import kernels
 from ..autodiff import Tensor, no_grad
-from ..comm.agreement import agree, compare, together
+from ..autodiff.tensor import unwrap
+from ..comm.agreement import agree, compare, on_root, together
 from ..comm.base import Communicator
-from ..data import Loader, MicroBatch, check_dataset
-from ..nn import Module
+from ..data import Loader, MicroBatch, check_dataset, map_arrays
+from ..data.transforms import describe_dataset
+from ..nn import Gather, Module
+from ..nn.metrics import finished, metric_name
 from ..parallel.forms import split_loss
 from ..parallel.record import Kind, exchange
+from .gathering import Rows
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-Metric = Callable[[Any, Any], tuple[Any, Any]]
+Metric = Callable[[Any, Any], Any]
 _BATCH = 1024  # samples of a forward pass over all ranks, where the caller does not say
 _TAKEN = ("kind", "epoch", "step", "loss", "validation_loss")  # by the rows of the history and the log
 
@@ -34,12 +40,17 @@ class Tally:
     """Sums and counts of a loss and of metrics over the micro-batches that this rank has seen.
 
     Args:
-        metrics: functions ``metric(output, target) -> (sum, count)``, named by their ``__name__``.
+        metrics: functions ``metric(output, target) -> (sum, count)``, named by their ``__name__``, and ``nn.Gather``.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.metrics = tuple(metrics)
         self.values = np.zeros((1 + len(self.metrics), 2), dtype=np.float64)
+        self.rows = {
+            i: Rows(f"metrics: {metric_name(metric)}.rows")
+            for i, metric in enumerate(self.metrics)
+            if isinstance(metric, Gather)
+        }
 
     def add_loss(self, loss: Any, count: int) -> None:
         """Add one micro-batch's loss. **Local.**"""
@@ -47,9 +58,12 @@ class Tally:
         if seen:
             self.values[0] += (float(total.data) * factor, seen)
 
-    def add_metrics(self, output: Any, target: Any) -> None:
-        """Add one micro-batch's metrics. **Local.**"""
+    def add_metrics(self, output: Any, target: Any, place: int = 0, samples: int = 0) -> None:
+        """Add one micro-batch's metrics; its first sample stands at ``place`` in the data set. **Local.**"""
         for i, metric in enumerate(self.metrics):
+            if isinstance(metric, Gather):
+                self.rows[i].add(place, samples, list(metric.rows(output, target)))
+                continue
             pair = metric(output, target)
             try:
                 total, count = pair
@@ -61,14 +75,38 @@ class Tally:
                 ) from error
 
     def reduced(self, comm: Communicator) -> dict[str, float]:
-        """Return the global means by name; NaN where nothing was counted. **Collective.**"""
+        """Return the global values by name; NaN where nothing was counted. **Collective.**"""
         flat = self.values.reshape(-1).copy()
         comm.all_reduce(flat, lane="urgent")
-        names = ["loss", *(metric_name(metric) for metric in self.metrics)]
-        return {
-            name: float(total / count) if count else float("nan")
-            for name, (total, count) in zip(names, flat.reshape(-1, 2))
-        }
+        (loss, seen), *pairs = flat.reshape(-1, 2).tolist()
+        result = {"loss": loss / seen if seen else float("nan")}
+        for i, (metric, (total, count)) in enumerate(zip(self.metrics, pairs)):
+            result[metric_name(metric)] = (
+                _of_all_rows(metric, self.rows[i], comm)
+                if isinstance(metric, Gather)
+                else together(comm, partial(finished, metric, total, count))
+            )
+        return result
+
+
+def _of_all_rows(metric: Gather, rows: Rows, comm: Communicator) -> float:
+    """Return a metric of all samples, computed on rank 0; NaN where there are none. **Collective.**"""
+    found = rows.gather(comm, everywhere=False)
+
+    def compute() -> float:
+        value = metric.function(*found) if found else float("nan")
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"metrics: expected a number from {metric_name(metric)}, got {type(value).__name__} "
+                f"{reprlib.repr(value)}; return one"
+            ) from error
+
+    value = on_root(comm, compute)
+    result = np.array([0.0 if value is None else value], dtype=np.float64)
+    comm.broadcast(result, lane="urgent")
+    return float(result[0])
 
 
 def evaluate(
@@ -85,7 +123,7 @@ def evaluate(
                 if part.count:
                     output = forward(part)
                     tally.add_loss(loss(output, part.target), part.count)
-                    tally.add_metrics(output, part.target)
+                    tally.add_metrics(output, part.target, _place(part), part.count)
                     part.release()
     return tally
 
@@ -94,20 +132,86 @@ def run(
     trainer: Trainer, dataset: Any, metrics: Sequence[Metric], global_batch_size: int | None
 ) -> dict[str, float]:
     """Evaluate a trainer's model on all ranks; see ``Trainer.evaluate``. **Collective.**"""
+    comm = trainer.world.axis("data")
+    loader = _loader(trainer, Kind.EVALUATE, dataset, metrics, global_batch_size)
+    with evaluation_mode(trainer.model), loader.updates(stop=len(loader)) as stream:
+        tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
+    agree(comm, kernels.for_device(trainer.world.device).pending_error())
+    return tally.reduced(comm)
+
+
+def predict(trainer: Trainer, dataset: Any, global_batch_size: int | None, everywhere: bool) -> Any:
+    """Return the model's outputs in the order of the data set; see ``Trainer.predict``. **Collective.**"""
+    comm = trainer.world.axis("data")
+    loader = _loader(trainer, Kind.PREDICT, dataset, (), global_batch_size)
+    rows, tree = Rows("predict"), ""
+    with evaluation_mode(trainer.model), no_grad(), loader.updates(stop=len(loader)) as stream:
+        for parts in stream:
+            for part in parts:
+                if part.count:
+                    output = trainer.eager.forward(part)
+                    leaves: list[Any] = []
+                    form = map_arrays(partial(_keep, leaves), output, "output")
+                    tree = tree or json.dumps(form)
+                    rows.add(_place(part), part.count, leaves)
+                    part.release()
+    agree(comm, kernels.for_device(trainer.world.device).pending_error())
+    trees = [text.decode() for text in comm.all_gather_bytes(tree.encode())]
+    found = rows.gather(comm, everywhere)
+    if not found:
+        return None
+    return _rebuilt(json.loads(next(text for text in trees if text)), found)
+
+
+def _keep(leaves: list[Any], output: Any, path: str) -> int:
+    """Put an array of the output with the others; return its number."""
+    output = unwrap(output)
+    if not hasattr(output, "dtype"):
+        raise TypeError(
+            f"model: expected tensors, or tuples and dicts of them, got {type(output).__name__} in {path}; "
+            "return tensors from forward"
+        )
+    leaves.append(output)
+    return len(leaves) - 1
+
+
+def _rebuilt(form: Any, arrays: list[np.ndarray]) -> Any:
+    """Return the arrays in the structure of the output; JSON has made lists of its tuples."""
+    if isinstance(form, dict):
+        return {key: _rebuilt(value, arrays) for key, value in form.items()}
+    if isinstance(form, list):
+        return tuple(_rebuilt(value, arrays) for value in form)
+    return None if form is None else arrays[form]
+
+
+def _place(part: MicroBatch) -> int:
+    """Return where a share's first sample stands in a data set that is read in its own order."""
+    return 0 if part.indices is None else int(part.indices[0])
+
+
+def _loader(
+    trainer: Trainer,
+    kind: Kind,
+    dataset: Any,
+    metrics: Sequence[Metric],
+    global_batch_size: int | None,
+) -> Loader:
+    """Return the loader of one pass in the data set's order, once all ranks agree on it. **Collective.**"""
     comm, world = trainer.world.axis("data"), trainer.world
-    exchange(comm, Kind.EVALUATE, trainer.step_count)
+    exchange(comm, kind, trainer.step_count)
     together(comm, lambda: check_evaluation(dataset, metrics))
     size = global_batch_size if global_batch_size is not None else _BATCH
     compare(
         comm,
-        "evaluate",
+        kind.name.lower(),
         {
             "length of the data set": len(dataset),
             "global_batch_size": size,
             "metrics": [metric_name(metric) for metric in metrics],
+            **describe_dataset(dataset),
         },
     )
-    loader = together(
+    return together(
         comm,
         lambda: Loader(
             dataset,
@@ -118,13 +222,9 @@ def run(
             dtype=trainer.parallel.precision.master,
             device=world.device,
             say=lambda line: None,
-            purpose="batch of an evaluation",
+            purpose="batch of an evaluation" if kind is Kind.EVALUATE else "batch of a prediction",
         ),
     )
-    with evaluation_mode(trainer.model), loader.updates(stop=len(loader)) as stream:
-        tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
-    agree(comm, kernels.for_device(world.device).pending_error())
-    return tally.reduced(comm)
 
 
 @contextmanager
@@ -139,19 +239,14 @@ def evaluation_mode(model: Module) -> Iterator[None]:
             module.training = training
 
 
-def metric_name(metric: Metric) -> str:
-    """Return a metric's name: its ``__name__``, or its class's. **Local.**"""
-    return getattr(metric, "__name__", type(metric).__name__)
-
-
 def check_evaluation(dataset: Any, metrics: Sequence[Metric]) -> None:
     """Refuse what is no data set or no metric. **Local.**"""
     check_dataset(dataset)
     check_metrics(metrics)
 
 
-def check_metrics(metrics: Sequence[Metric]) -> None:
-    """Refuse what is no metric. **Local.**"""
+def check_metrics(metrics: Sequence[Metric], of_training: bool = False) -> None:
+    """Refuse what is no metric, or none that batches of training have. **Local.**"""
     names = []
     if not isinstance(metrics, Sequence):
         raise TypeError(
@@ -162,6 +257,11 @@ def check_metrics(metrics: Sequence[Metric]) -> None:
         if not callable(metric):
             raise TypeError(
                 f"metrics: expected functions metric(output, target), got {type(metric).__name__}; as nn.accuracy"
+            )
+        if of_training and isinstance(metric, Gather):
+            raise ValueError(
+                f"metrics: expected validation= beside {metric_name(metric)} (it needs all samples), got none; "
+                "pass validation data, or a metric that returns (sum, count)"
             )
         names.append(metric_name(metric))
     for name in names:

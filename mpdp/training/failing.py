@@ -33,9 +33,20 @@ def ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
                 with contextlib.suppress(OSError):  # a full disk must not hide the error
                     self.folder.flush()
                 for callback in self.callbacks:
-                    callback.on_exception(self, error)
+                    _tell(callback, self, error)
             raise
         finally:
             self.depth -= 1
 
     return wrapper
+
+
+def _tell(callback: Any, trainer: Trainer, error: BaseException) -> None:
+    """Tell a callback of an error; what it raises itself must not hide that one."""
+    try:
+        callback.on_exception(trainer, error)
+    except Exception as second:
+        error.add_note(
+            f"while this was handled, the callback {type(callback).__name__}.on_exception raised "
+            f"{type(second).__name__}: {second}"
+        )

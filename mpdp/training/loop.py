@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import together
 from ..data import Loader, MicroBatch
+from ..nn.metrics import finished, metric_name
 from ..report.progress import Progress
-from .evaluation import Tally, metric_name
+from .calling import call_back
+from .evaluation import Tally
 from .plan import FitPlan
 
 if TYPE_CHECKING:
@@ -68,8 +71,9 @@ class FitLoop:
                 trainer.model.train()
                 samples = plan.samples(position.batch)
                 self._train_one(stream)
-                self.progress.step(trainer.loss, samples)
+                self.progress.step(trainer.late_loss, samples)
                 trainer.after_step()
+        trainer.settle()
 
     def _train_one(self, stream: Iterator[Sequence[MicroBatch]]) -> None:
         """Do one update from the loader's stream."""
@@ -94,12 +98,12 @@ class FitLoop:
             flat = metrics.reshape(-1).copy()
             comm.all_reduce(flat, lane="urgent")
             metrics = flat.reshape(-1, 2)
-        parallel = trainer.parallel
-        trainer.position.add(parallel.last_loss_sum, parallel.last_count, metrics.tolist())
+        trainer.position.add_update(metrics.tolist())
 
     def _close_epoch(self) -> None:
         """Validate, add the epoch's row to the history, and call back. **Collective.**"""
         trainer, plan, position = self.trainer, self.plan, self.trainer.position
+        trainer.settle()
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "step": trainer.step_count,
@@ -107,18 +111,18 @@ class FitLoop:
         }
         if plan.validation is None:
             for metric, (total, count) in zip(plan.metrics, position.metrics):
-                row[metric_name(metric)] = total / count if count else float("nan")
+                row[metric_name(metric)] = together(
+                    trainer.world.axis("data"), partial(finished, metric, total, count)
+                )
         else:
             results = trainer.evaluate(
                 plan.validation, metrics=plan.metrics, global_batch_size=plan.global_batch_size
             )
             row["validation_loss"] = results["loss"]
             row.update({name: value for name, value in results.items() if name != "loss"})
-            for callback in trainer.callbacks:
-                callback.on_validation(trainer, results)
+            call_back(trainer, "on_validation", results)
         position.close_epoch(row)
         trainer.folder.row(kind="epoch", **row)
         self.progress.epoch(row)
-        for callback in trainer.callbacks:
-            callback.on_epoch(trainer)
+        call_back(trainer, "on_epoch")
         trainer.agree_to_stop()

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from ..data import batches, check_dataset
+from ..data.transforms import describe_dataset
+from ..nn.metrics import metric_name
 from .arguments import plain
-from .evaluation import Metric, check_metrics, metric_name
+from .evaluation import Metric, check_metrics
 from .position import Position
 
 
@@ -57,7 +59,7 @@ class FitPlan:
             raise ValueError(
                 f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}; accumulate less"
             )
-        check_metrics(self.metrics)
+        check_metrics(self.metrics, of_training=self.validation is None)
         if self.length == 0:
             raise ValueError(
                 "dataset: expected at least one sample, got an empty data set; check where it comes from"
@@ -118,6 +120,8 @@ class FitPlan:
             "updates": self.updates,
             "length of the validation data": None if self.validation is None else len(self.validation),
             "metrics": [metric_name(metric) for metric in self.metrics],
+            **describe_dataset(self.dataset),
+            **{f"{key} (validation)": value for key, value in describe_dataset(self.validation).items()},
         }
 
 

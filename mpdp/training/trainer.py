@@ -11,27 +11,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
+from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, init
 from . import arguments, evaluation, resuming
 from .callbacks import Callback
-from .evaluation import Metric
+from .calling import agree_to_stop, call_back
+from .evaluation import Metric, Tally
 from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
 from .run_folder import RunFolder
 from .step import EagerStep, cut_batch, take_apart
+from .updates import Updates
 
 History = list[dict[str, Any]]
 _CHECK_AFTER = (1, 2, 10)
@@ -59,7 +59,10 @@ class Trainer:
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
-        graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
+        graph: whether steps on a GPU run as captured graphs: ``"auto"`` does so where it is possible and says once
+            why it is not, ``True`` makes that an error, ``False`` runs every step eagerly.
+        plans: ``"suggested"`` or ``"timed"``: on a GPU, rank 0 times the libraries' plans for the products of the first
+            update, and all ranks compute by the fastest ones from the second on; checkpoints hold them.
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
@@ -67,7 +70,8 @@ class Trainer:
         callbacks: objects with the methods of :class:`mpdp.Callback`.
 
     Attributes:
-        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
+        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
+            is waited for; ``late_loss``: the same, waited for when it is looked at.
         should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
             next one elsewhere. It reads True once all have agreed.
         lr: learning rate of the next update.
@@ -102,6 +106,7 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         graph: str | bool = "auto",
+        plans: str = "suggested",
         chunk_bytes: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
@@ -126,11 +131,13 @@ class Trainer:
                 clip_norm=clip_norm,
                 seed=seed,
                 graph=graph,
+                plans=plans,
                 save_every=save_every,
                 keep=keep,
                 run_dir=run_dir,
                 callbacks=callbacks,
             )
+            arguments.check_graph(graph, self.world)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -143,31 +150,24 @@ class Trainer:
         self.accumulate = int(accumulate)
         self.clip_norm = arguments.plain(clip_norm)
         self.seed = int(seed)
+        self.plans = plans
         self.save_every = arguments.plain(save_every)
         self.keep = keep
         self.callbacks = tuple(callbacks)
-        self._stop_asked = self._stop_agreed = self._fitting = False
-        self.loss = self._last_lr = float("nan")
-        self._last_scale: float | None = None  # of the loss, in the last update
+        self._stop_asked = self._stop_agreed = self.fitting = False
+        self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
-            model,
-            self.world,
-            precision=precision,
-            reduce_dtype=reduce_dtype,
-            loss_scale=loss_scale,
-            chunk_bytes=chunk_bytes,
-            seed=self.seed,
-        )
-        given = {"run_dir": "none" if run_dir is None else "a folder"}
+            model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
+            chunk_bytes=chunk_bytes, seed=self.seed,
+        )  # fmt: skip
+        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
+        self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
-        self._resumed: int | None = (
-            None  # rows of the log that belong to what was resumed; None before resume()
-        )
+        self._resumed: int | None = None  # rows of the log that were resumed; None before resume()
         self._opened = False
         self._nominal_fixed = False
 
@@ -183,6 +183,7 @@ class Trainer:
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
             "seed": self.seed,
+            "plans": self.plans,
             "save_every": self.save_every,
             "callbacks": len(self.callbacks),
         }
@@ -226,6 +227,11 @@ class Trainer:
                 f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
                 "return a factor on the learning rate"
             ) from error
+
+    @property
+    def loss(self) -> float:
+        """Global mean loss of the last update. Where that is still under way it is waited for."""
+        return float(self.late_loss)
 
     @property
     def run_dir(self) -> Path | None:
@@ -273,15 +279,8 @@ class Trainer:
         self._refuse_inside_fit("fit")
         comm = self.world.axis("data")
         plan = FitPlan(
-            dataset,
-            epochs,
-            updates,
-            global_batch_size,
-            shuffle,
-            drop_last,
-            validation,
-            metrics,
-        )
+            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics
+        )  # fmt: skip
         exchange(comm, Kind.FIT, self.step_count)
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
@@ -290,7 +289,7 @@ class Trainer:
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
-        self._fitting = True
+        self.fitting = True
         done = self.step_count
         try:
             FitLoop(self, plan, progress).run()
@@ -301,52 +300,42 @@ class Trainer:
             self.folder.row(kind="memory", step=self.step_count, **self.memory())
             self.folder.flush()
         finally:
-            self._fitting = False
+            self.fitting = False
             progress.close()
         return self.history
 
     def _refuse_inside_fit(self, call: str) -> None:
         """Refuse a call that would move the place in the data while a loop of ``fit`` runs. **Local.**"""
-        if self._fitting:
+        if self.fitting:
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
 
-    def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
-        """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
-        self.world.activity.step = self.step_count
-        lr = self.lr
-        scale = self.parallel.loss_scale
-        self._last_scale = None if scale is None else scale.value
-        self._kernels.begin_step(self.step_count)
-        self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
-        self._last_lr = lr
+    def update(self, parts: Sequence[MicroBatch], tally: Tally | None = None, first_loss: Any = None) -> None:
+        """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
+        self.late_loss = self.updates.run(parts, stop=self._stop_asked, tally=tally, first_loss=first_loss)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
+    def settle(self) -> None:
+        """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
+        self.updates.settle()
+
     def after_step(self) -> None:
-        """Log, check and save what is due after an update, and call back. **Collective.**"""
+        """Check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
-        beside: dict[str, Any] = {}
-        if self.parallel.loss_scale is not None:
-            beside = {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
-        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
-            self.parallel.check_replicas()
-        for callback in self.callbacks:
-            callback.on_step(self)
+            self.check_replicas()
+        call_back(self, "on_step")
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
         self.agree_to_stop()
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
-        if self.callbacks:
-            asked = np.array([self._stop_asked], dtype=np.int64)
-            self.world.axis("data").all_reduce(asked, op="max", lane="urgent")
-            self._stop_agreed = self._stop_agreed or bool(asked[0])
+        self._stop_agreed = agree_to_stop(self, self._stop_asked) or self._stop_agreed
 
     @ends_the_job
-    def step(self, batch: Any) -> float:
+    def step(self, batch: Any) -> float | LateLoss:
         """Do one update from this rank's own batch, for programs with a loop of their own.
 
         **Collective.**
@@ -356,7 +345,9 @@ class Trainer:
                 ranks and may be 0. It is cut into ``accumulate`` micro-batches.
 
         Returns:
-            the global mean loss over all ranks' samples.
+            the global mean loss over all ranks' samples. A step that runs as a graph returns before it is done: its
+            loss waits when ``float()`` or a comparison asks for it, and what is not finite is an error of one of the
+            next two steps, with the weights as they were before it.
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
@@ -372,7 +363,7 @@ class Trainer:
         parts = [whole] if self.accumulate == 1 else cut_batch(whole, self.accumulate)
         self.update(parts)
         self.after_step()
-        return self.loss
+        return self.late_loss
 
     @ends_the_job
     def evaluate(
@@ -384,13 +375,32 @@ class Trainer:
 
         Args:
             dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
-            metrics: ``metric(output, target) -> (sum, count)``.
+            metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
 
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
+        self.settle()
         return evaluation.run(self, dataset, metrics, global_batch_size)
+
+    @ends_the_job
+    def predict(self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True) -> Any:
+        """Return the model's outputs for every sample, in the order of the data set.
+
+        **Collective.** In evaluation mode. A target in the data, if there is one, is left out: samples are of the
+        forms that ``fit`` takes, or an array alone.
+
+        Args:
+            dataset: the same on all ranks.
+            global_batch_size: samples per forward pass over all ranks (default: 1024).
+            everywhere: return the outputs on every rank; with False on rank 0 alone, and None elsewhere.
+
+        Returns:
+            NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
+        """
+        self.settle()
+        return evaluation.predict(self, dataset, global_batch_size, everywhere)
 
     # -- the run's files
 
@@ -406,12 +416,12 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()
         path = resuming.save(self)
         self.position.saved_step = self.step_count
-        for callback in self.callbacks:
-            callback.on_checkpoint(self, path)
+        call_back(self, "on_checkpoint", path)
         return path
 
     @ends_the_job
@@ -432,6 +442,7 @@ class Trainer:
             CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
         """
         self._refuse_inside_fit("resume")
+        self.settle()
         if path is None:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(self, None if path is None else Path(path))
@@ -473,12 +484,15 @@ class Trainer:
         Raises:
             DivergenceError: on all ranks, naming the rank and the parameter.
         """
+        self.settle()
         self.parallel.check_replicas()
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""
+        self.settle()
         self.parallel.freeze(*names)
 
     def thaw(self, *names: str) -> None:
         """Train the named parameters again, their moments starting from zero. **Collective.**"""
+        self.settle()
         self.parallel.thaw(*names)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpdp.data import ArrayDataset, TokenDataset, split_batch, stack, take
-from mpdp.data.datasets import check_dataset, map_arrays
+from mpdp.data.reading import check_dataset, map_arrays
 
 INDICES = np.array([4, 0, 2])
 

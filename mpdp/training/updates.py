@@ -1,0 +1,113 @@
+"""Updates: each update of a trainer, run as graphs where that can be and eagerly elsewhere, and noted once it is known.
+
+Both ways give the same bits. Read ``step`` for the eager one and ``parallel.graph_step`` for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .. import kernels
+from ..data import MicroBatch
+from ..parallel.graph_step import GraphStep
+from ..parallel.late_loss import LateLoss
+from ..parallel.recorder import recorder_of
+from ..parallel.shared_plans import share_plans
+from .evaluation import Tally
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Updates:
+    """Run the updates of one trainer.
+
+    Args:
+        trainer: holds the model, the optimizer and the run's position.
+        graph: see :class:`mpdp.Trainer`.
+        timed: the plans of the first update's products are timed after it.
+
+    Attributes:
+        graphs: runs updates as graphs; None where every step is eager.
+    """
+
+    def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
+        self.trainer = trainer
+        self.graphs: GraphStep | None = None
+        self._kernels = kernels.for_device(trainer.world.device)
+        self.time_plans(timed)
+        recorder = None if graph is False else recorder_of(trainer.world.device)
+        if recorder is not None:
+            self.record_with(recorder, required=graph is True)
+
+    def record_with(self, recorder: Any, required: bool) -> None:
+        """Run updates as graphs that ``recorder`` makes. **Local.**"""
+        trainer = self.trainer
+        self.graphs = GraphStep(
+            trainer.parallel,
+            trainer.loss_function,
+            trainer.optimizer,
+            trainer.clip_norm,
+            trainer.accumulate,
+            recorder,
+            required,
+        )
+
+    def time_plans(self, wanted: bool) -> None:
+        """Say whether the plans of the next update's products are to be timed after it. **Local.**"""
+        self._plans_missing = self._kernels.plan_book.timed = wanted
+
+    def run(
+        self, parts: Sequence[MicroBatch], stop: bool, tally: Tally | None = None, first_loss: Any = None
+    ) -> float | LateLoss:
+        """Do one update from this rank's micro-batches and return its loss. **Collective.**
+
+        Args:
+            parts: the micro-batches.
+            stop: ask all ranks to stop after this update.
+            tally: takes the metrics of the outputs.
+            first_loss: the loss of ``parts[0]``, where it was computed already.
+        """
+        trainer, graphs = self.trainer, self.graphs
+        trainer.world.activity.step = trainer.step_count
+        lr = trainer.lr
+        looks = tally is not None and bool(tally.metrics)
+        if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
+            look = tally.add_metrics if looks and tally is not None else None
+            return graphs.run(parts, lr=lr, look=look, settled=self._note(lr))
+        note = self._note(lr)
+        self._kernels.begin_step(trainer.step_count)
+        loss = trainer.eager.run(parts, lr=lr, stop=stop, tally=tally, first_loss=first_loss)
+        if graphs is not None:
+            graphs.ran_eagerly()
+        note(trainer.parallel.last_loss_sum, trainer.parallel.last_count)
+        if self._plans_missing:
+            self._plans_missing = False
+            share_plans(self._kernels.plan_book, trainer.world.axis("data"))
+            trainer.folder.note_plans(self._kernels.plan_book.plans())
+        return loss
+
+    def settle(self) -> None:
+        """Wait for the updates under way; see :meth:`Trainer.settle`."""
+        if self.graphs is not None:
+            self.graphs.settle()
+
+    def _note(self, lr: float) -> Callable[[float, float], None]:
+        """Return what notes the update that comes next, once its loss sum and count are known."""
+        trainer = self.trainer
+        step, epoch, scale = trainer.step_count + 1, trainer.position.epoch + 1, trainer.parallel.loss_scale
+        if scale is None:
+            return partial(self._noted, step, epoch, {"lr": lr})
+        return partial(self._noted, step, epoch, {"lr": lr, "loss_scale": scale.value})
+
+    def _noted(self, step: int, epoch: int, row: dict[str, Any], loss_sum: float, count: float) -> None:
+        """Take over what an update has summed up; where it ran as a graph, some updates later. **Local.**"""
+        trainer = self.trainer
+        scale = trainer.parallel.loss_scale
+        if scale is not None:
+            row["skipped"] = scale.skipped
+        if trainer.fitting:
+            trainer.position.add_loss(loss_sum, count)
+        trainer.folder.step_row(step, epoch, loss_sum / count if count else 0.0, **row)
