@@ -274,6 +274,16 @@ def test_training_on_gpus_is_exact(gpu, size):
     np.testing.assert_allclose(results[0], weights(train("cpu")), rtol=1e-3, atol=1e-4)
 
 
+def test_steps_of_threads_are_not_captured(gpu):
+    def rank():
+        mpdp.init(device="cuda")
+        with pytest.raises(ValueError, match="graph: expected ranks that are processes, got threads"):
+            mpdp.Trainer(nn.Linear(12, 5), nn.cross_entropy, optim.SGD(lr=0.1), graph=True)
+        return mpdp.Trainer(nn.Linear(12, 5), nn.cross_entropy, optim.SGD(lr=0.1)).updates.graphs
+
+    assert threads.run(rank, 2) == [None, None]
+
+
 def test_ranks_on_a_gpu_repeat_their_bits(gpu):
     first, again = (threads.run(lambda: weights(train("cuda")), 3)[0] for _ in range(2))
     assert (first == again).all()
