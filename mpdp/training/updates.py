@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import kernels
 from ..data import MicroBatch
+from ..errors import on_all_ranks
 from ..parallel.graph_step import GraphStep
 from ..parallel.late_loss import LateLoss
 from ..parallel.recorder import recorder_of
@@ -54,6 +55,12 @@ class Updates:
         self._kernels = kernels.for_device(trainer.world.device)
         self.time_plans(timed)
         recorder = None if graph is False else recorder_of(trainer.world.device)
+        if recorder is not None and trainer.world.in_threads and trainer.world.size > 1:
+            # What one thread calls while another captures would end the capture.
+            if graph is True:
+                why = "ranks that are processes, got threads, whose steps run eagerly"
+                raise on_all_ranks(ValueError(f"graph: expected {why}; leave it out"))
+            recorder = None
         if recorder is not None:
             self.record_with(recorder, required=graph is True)
 
