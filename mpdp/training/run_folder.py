@@ -1,9 +1,8 @@
 """The run folder: log, configuration and checkpoints of one run, written by rank 0 alone.
 
-``log.jsonl`` holds one JSON object a line: ``{"kind": "step", "step", "epoch", "loss", "lr", "seconds"}`` after
-each update (under float16 also ``"loss_scale"`` and ``"skipped"``), ``{"kind": "epoch", "epoch", "step", "loss", ...}``
-after each epoch and ``{"kind": "memory", "step", ...}`` at the end of ``fit``. A resumed run cuts the log back to the
-checkpoint, so every step stands in it once.
+``log.jsonl`` holds one JSON object a line: one an update, one an epoch, and at the end of ``fit`` the step times of
+each rank and the memory of rank 0. The guide lists their keys. A resumed run cuts the log back to the checkpoint, so
+every step stands in it once.
 """
 
 from __future__ import annotations

@@ -249,7 +249,8 @@ class Trainer:
         was stopped would have ended.
 
         Args:
-            dataset: ``data.ArrayDataset``, or any object with ``__len__`` and ``__getitem__``; the same on all ranks.
+            dataset: any object with ``__len__`` and ``__getitem__``, the same on all ranks; or a ``data.Stream``, or
+                what can be iterated over anew each epoch.
             epochs: passes over the data, counted from the start of the run.
             updates: stop after so many updates, counted from the start of the run.
             global_batch_size: samples per update over all ranks and micro-batches.
@@ -282,7 +283,12 @@ class Trainer:
         exchange(comm, Kind.FIT, self.step_count)
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
-        agree(comm, self.position.begin(plan.order(), 0 if validation is not None else len(plan.metrics)))
+        agree(
+            comm,
+            self.position.begin(
+                plan.order(self.world.size), 0 if validation is not None else len(plan.metrics)
+            ),
+        )
         self._open_folder()
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
@@ -290,13 +296,13 @@ class Trainer:
         self._fitting = True
         done = self.step_count
         try:
-            FitLoop(self, plan, progress).run()
+            loop = FitLoop(self, plan, progress)
+            loop.run()
             if self.step_count > done:
                 self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
-            self.folder.row(kind="memory", step=self.step_count, **self.memory())
-            self.folder.flush()
+            loop.report()
         finally:
             self._fitting = False
             progress.close()
@@ -320,12 +326,11 @@ class Trainer:
         self._last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
-    def after_step(self) -> None:
+    def after_step(self, **beside: Any) -> None:
         """Log, check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
-        beside: dict[str, Any] = {}
         if self.parallel.loss_scale is not None:
-            beside = {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
+            beside |= {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
         self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
