@@ -100,6 +100,21 @@ def check(
                 )
 
 
+def learning_rate(optimizer: Optimizer, schedule: Any, step: int) -> float:
+    """Return the learning rate of an update. **Local.**
+
+    Raises:
+        TypeError: a schedule that returns no number.
+    """
+    factor = schedule(step)
+    try:
+        return optimizer.lr * float(factor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"schedule: expected a number for update {step}, got {factor!r}; return a factor on the learning rate"
+        ) from error
+
+
 def cast(model: Module, precision: str, world: World) -> None:
     """Widen a float32 model to float64 where that is asked for; refuse to narrow one. **Local.**"""
     widened = False

@@ -66,6 +66,24 @@ class RunFolder:
         log = self.path / "log.jsonl"
         return (log.exists() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
+    def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
+        """Open the folder for a run; one that an earlier run has used only where that was resumed.
+
+        Args:
+            config: see :meth:`open`.
+            keep_rows: rows of the log that belong to what was resumed; None where nothing was.
+
+        Raises:
+            ValueError: an earlier run is there.
+            OSError: the folder cannot be written.
+        """
+        if keep_rows is None and self.used:
+            raise ValueError(
+                f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
+                "call trainer.resume() to go on with it, or choose another folder"
+            )
+        self.open(config, keep_rows)
+
     def open(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Make the folder, check that it can be written, and open the log.
 

@@ -69,7 +69,7 @@ class Trainer:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
         should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
             next one elsewhere. It reads True once all have agreed.
-        lr: learning rate of the next update.
+        lr: learning rate of the next update; ``last_lr``: of the last one.
 
     Raises:
         ValueError, TypeError: a bad argument, on all ranks.
@@ -146,7 +146,7 @@ class Trainer:
         self.keep = keep
         self.callbacks = tuple(callbacks)
         self._stop_asked = self._stop_agreed = self._fitting = False
-        self.loss = self._last_lr = float("nan")
+        self.loss = self.last_lr = float("nan")
         self._last_scale: float | None = None  # of the loss, in the last update
         self.parallel = DataParallel(
             model,
@@ -215,14 +215,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        factor = self.schedule(self.step_count)
-        try:
-            return self.optimizer.lr * float(factor)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
-                "return a factor on the learning rate"
-            ) from error
+        return arguments.learning_rate(self.optimizer, self.schedule, self.step_count)
 
     @property
     def run_dir(self) -> Path | None:
@@ -242,6 +235,7 @@ class Trainer:
         drop_last: bool = False,
         validation: Any = None,
         metrics: Sequence[Metric] = (),
+        progress: bool = True,
     ) -> History:
         """Train until ``epochs`` passes or ``updates`` updates are done since the start of the run.
 
@@ -259,6 +253,7 @@ class Trainer:
             validation: data set evaluated after each epoch.
             metrics: ``metric(output, target) -> (sum, count)``; of the validation data, or of the training
                 batches where there is none.
+            progress: show on stderr how far the run is; False is quiet.
 
         Returns:
             one row an epoch: ``epoch, step, loss``, each metric's name, and ``validation_loss`` where there is
@@ -292,11 +287,13 @@ class Trainer:
         self._open_folder()
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
-        progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
+        shown = Progress(
+            self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
+        )
         self._fitting = True
         done = self.step_count
         try:
-            loop = FitLoop(self, plan, progress)
+            loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
                 self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
@@ -305,7 +302,7 @@ class Trainer:
             loop.report()
         finally:
             self._fitting = False
-            progress.close()
+            shown.close()
         return self.history
 
     def _refuse_inside_fit(self, call: str) -> None:
@@ -323,7 +320,7 @@ class Trainer:
         self._last_scale = None if scale is None else scale.value
         self._kernels.begin_step(self.step_count)
         self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
-        self._last_lr = lr
+        self.last_lr = lr
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
     def after_step(self, **beside: Any) -> None:
@@ -331,7 +328,7 @@ class Trainer:
         step = self.step_count
         if self.parallel.loss_scale is not None:
             beside |= {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
-        self.folder.step_row(step, self.position.epoch + 1, self.loss, self._last_lr, **beside)
+        self.folder.step_row(step, self.position.epoch + 1, self.loss, self.last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.parallel.check_replicas()
         call_back(self, "on_step")
@@ -459,15 +456,8 @@ class Trainer:
         if self._opened:
             return
 
-        def claim() -> None:
-            if self._resumed is None and self.folder.used:
-                raise ValueError(
-                    f"run_dir: expected a new or empty folder, got {self.folder.path} with an earlier run; "
-                    "call trainer.resume() to go on with it, or choose another folder"
-                )
-            self.folder.open(self.describe() | {"world_size": self.world.size}, self._resumed)
-
-        on_root(self.world.axis("data"), claim)
+        config = self.describe() | {"world_size": self.world.size}
+        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
         self._opened = True
 
     def _fix_nominal(self, count: float) -> None:
