@@ -12,13 +12,14 @@ import math
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from . import guard, launch, threads
+from . import cores, guard, launch
 from .comm.activity import Activity
 from .comm.agreement import agree, compare
 from .comm.base import Communicator
@@ -27,7 +28,7 @@ from .comm.solo import SoloCommunicator
 from .device import Device, as_device
 from .device_choice import choose_device
 from .device_memory import identity
-from .errors import LaunchError, MissingDependencyError, on_all_ranks
+from .errors import CommunicationError, LaunchError, MissingDependencyError, on_all_ranks
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class World:
         transport: how bytes move.
         transport_reason: why so.
         ranks_per_device: most ranks that share one GPU, anywhere in the world; 1 on CPUs.
+        fails: what is told of a failure of this rank, where that is not the process's guard.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class World:
     axes: dict[str, int]
     ranks_per_device: int = 1
     transport_reason: str = "a world of one"
+    fails: Callable[[BaseException], None] | None = field(repr=False, default=None)
     _communicators: dict[str, Communicator] = field(repr=False, default_factory=dict)
 
     def axis(self, name: str) -> Communicator:
@@ -79,7 +82,9 @@ class World:
 
         **Local.** The caller goes on raising ``error``. In a world of one it does nothing: the error is the report.
         """
-        if self.size > 1:
+        if self.fails is not None:
+            self.fails(error)
+        elif self.size > 1:
             guard.current.fail(error)
 
     def log(self, level: str, message: str) -> None:
@@ -103,7 +108,25 @@ class _Process:
 
 
 _process = _Process()
+Join = Callable[["Device | str", str, float], World]
 _current: ContextVar[World | None] = ContextVar("mpdp_world", default=None)
+_join_here: ContextVar[Join | None] = ContextVar("mpdp_join", default=None)
+
+
+def joins_by(join: Join) -> None:
+    """Let the calling context join a world of its own when it calls :func:`init`, instead of the process's.
+
+    **Local.**
+
+    Args:
+        join: called once, with the arguments of ``init``; returns the world.
+    """
+    _join_here.set(join)
+
+
+def is_joining_here() -> bool:
+    """Return whether the calling context has a world of its own, as a thread of :mod:`mpdp.threads` has. **Local.**"""
+    return _join_here.get() is not None
 
 
 def init(device: Device | str = "auto", transport: str = "auto", timeout: float = 300.0) -> World:
@@ -119,7 +142,8 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
             of one node), ``"two_level"`` (that inside nodes, MPI between them) or ``"mpi"``. For GPUs ``"cuda_ipc"``
             (one node), ``"nccl"`` (one rank a GPU), ``"staged"`` (through host memory, as with the three before) or
             ``"mpi_device"``: GPU pointers are handed to MPI, on your word that it is CUDA-aware; with another one
-            that is a segmentation fault. What ``"auto"`` is can be said in the environment: ``MPDP_TRANSPORT=mpi``.
+            that is a segmentation fault. Ranks that are threads (``mpdp run --threads``) have ``"threads"``. What
+            ``"auto"`` is can be said in the environment: ``MPDP_TRANSPORT=mpi``.
         timeout: seconds a rank may wait inside a step before the job ends with a report.
 
     Raises:
@@ -137,6 +161,11 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
     """
     _check(device, transport, timeout)
     world = _current.get()
+    join = _join_here.get()
+    if world is None and join is not None:
+        world = join(device, transport, float(timeout))
+        _current.set(world)
+        return world
     if world is None:
         with _process.lock:
             if _process.world is None:
@@ -185,9 +214,9 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
         raise ValueError(
             f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}; leave it out"
         )
-    if _wanted("auto") not in TRANSPORTS:
+    if wanted("auto") not in TRANSPORTS:
         raise ValueError(
-            f"MPDP_TRANSPORT: expected one of {', '.join(TRANSPORTS)}, got {_wanted('auto')!r}; unset it"
+            f"MPDP_TRANSPORT: expected one of {', '.join(TRANSPORTS)}, got {wanted('auto')!r}; unset it"
         )
     if (
         isinstance(timeout, bool)
@@ -200,12 +229,20 @@ def _check(device: Any, transport: Any, timeout: Any) -> None:
         )
 
 
-def _wanted(transport: str) -> str:
+def wanted(transport: str) -> str:
+    """Return what a transport of ``"auto"`` is by the environment. **Local.**"""
     return os.environ.get("MPDP_TRANSPORT", "auto") if transport == "auto" else transport
 
 
 def _join(device: Device | str, transport: str, timeout: float) -> World:
     announcement = guard.current.announcement
+    if wanted(transport) == "threads" and announcement is not None and announcement.size > 1:
+        raise on_all_ranks(
+            CommunicationError(
+                "transport: expected ranks that are threads for threads, got a process a rank; start them with "
+                "`mpdp run --threads`, or leave it out"
+            )
+        )
     # Before MPI is initialised, which may bind to the current GPU, and before anything makes a context on GPU 0.
     chosen, why = choose_device(device, _local_rank(announcement), os.environ)
     chosen.use()
@@ -223,7 +260,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
         activity = Activity()
         if why:
             say(0, 1, "info", f"device {chosen}: {why}")
-        return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+        return make_world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     activity = guard.current.activity
     guard.current.meet(timeout)
     with guard.current.starting_mpi(timeout):
@@ -238,35 +275,35 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     if raw.Get_size() == 1:
         if why:
             say(0, 1, "info", f"device {chosen}: {why}")
-        return _world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
+        return make_world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     from .comm import tuned
     from .comm.mpi import MpiCommunicator
     from .comm.nodes import VARIABLE, place
 
-    wanted = _wanted(transport)
-    control = MpiCommunicator(raw, activity, device_pointers=wanted == "mpi_device")
+    asked = wanted(transport)
+    control = MpiCommunicator(raw, activity, device_pointers=asked == "mpi_device")
     found = place(control, os.environ.get(VARIABLE))
-    threads.cap(found.on_host, os.environ)  # MPI knows the ranks of a host where a launcher does not say
+    cores.cap(found.on_host, os.environ)  # MPI knows the ranks of a host where a launcher does not say
     _start_ring(control, activity, timeout, across_nodes=found.num_nodes > 1)
-    compare(control, "init", {"device": chosen.kind, "transport": wanted, "timeout": timeout})
+    compare(control, "init", {"device": chosen.kind, "transport": asked, "timeout": timeout})
 
     def log(level: str, message: str) -> None:
         if found.local_rank == 0:
             say(control.rank, control.size, level, message)
 
-    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes), log)
     ranks_per_device = _ranks_per_device(mpi, raw, chosen)
-    comm, reason = choose(wanted, control, chosen, found.node, found.num_nodes, log, ranks_per_device, sizes)
+    sizes = tuned.agreed(control, tuned.hardware(control, chosen, found.num_nodes, ranks_per_device), log)
+    comm, reason = choose(asked, control, chosen, found.node, found.num_nodes, log, ranks_per_device, sizes)
     guard.current.at_end(comm.release)
     place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes
-    world = _world(comm, chosen, timeout, activity, place_of_rank, comm.transport)
+    world = make_world(comm, chosen, timeout, activity, place_of_rank, comm.transport)
     world.transport_reason = reason
     world.ranks_per_device = ranks_per_device
-    _announce(world, why)
+    announce(world, why)
     return world
 
 
-def _world(
+def make_world(
     comm: Communicator,
     device: Device,
     timeout: float,
@@ -274,6 +311,13 @@ def _world(
     place: tuple[int, int, int, int],
     transport: str,
 ) -> World:
+    """Return the world of a communicator.
+
+    **Collective.**
+
+    Args:
+        place: local rank and size, node, and number of nodes.
+    """
     local_rank, local_size, node, num_nodes = place
     return World(
         rank=comm.rank,
@@ -374,7 +418,7 @@ def _start_ring(comm: Communicator, activity: Activity, timeout: float, across_n
     guard.current.attach(ring)
 
 
-def _announce(world: World, why: str) -> None:
+def announce(world: World, why: str) -> None:
     """Say once what the job runs as, and warn where ranks will fight for GPUs or threads for cores."""
     if why:
         world.log("info", f"device {world.device} on rank 0: {why}")
@@ -384,7 +428,7 @@ def _announce(world: World, why: str) -> None:
             f"up to {world.ranks_per_device} ranks share a GPU: right, but they take turns on it, and NCCL is "
             "ruled out; start one rank a GPU, or CUDA's MPS",
         )
-    own = threads.cores()
+    own = cores.cores()
     count = blas_threads()
     world.log(
         "info",
@@ -411,4 +455,5 @@ def blas_threads() -> int:
     """Return the most threads that a BLAS library of this process uses. **Local.**"""
     from threadpoolctl import threadpool_info
 
-    return max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    # OpenMP's number is a thread's own, and says nothing of products.
+    return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)

@@ -64,6 +64,18 @@ template <> struct As<bf16> {
 };
 static void store_release(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 static u64 load_acquire(const u64* word) { sched_yield(); return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+static void store_flag(u64* word, u64 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+static u64 load_flag(const u64* word) { sched_yield(); return __atomic_load_n(word, __ATOMIC_RELAXED); }
+static void store_line(char* line, u64 content, u32 number) {
+    store_flag((u64*)line, (u64)number << 32 | (u32)content);
+    sched_yield();
+    store_flag((u64*)line + 1, (u64)number << 32 | content >> 32);
+}
+static bool load_line(const char* line, u64& content, u32 number) {
+    const u64 one = load_flag((const u64*)line), other = load_flag((const u64*)line + 1);
+    content = other << 32 | (u32)one;
+    return one >> 32 == number && other >> 32 == number;
+}
 static u32 load_relaxed(const u32* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 static void store_relaxed(u32* word, u32 value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 inline float plus(float a, float b) { return a + b; }
@@ -224,14 +236,21 @@ class EmulatedGpu:
     def join(self, stream, event):
         assert event and event[0] != stream
 
+    def capturing(self, stream):
+        return False
+
     def done(self, stream):
         return True
 
     def synchronize(self):
         self.log.append(("synchronize", 0))
 
-    def launch(self, name, built, blocks, threads, arguments, stream):
-        assert stream == "lane" and threads % 32 == 0
+    def prepare(self, name, built, blocks, threads, arguments):
+        assert threads % 32 == 0 and threads <= 512
+        return functools.partial(self._launch, name, built, blocks, arguments)
+
+    def _launch(self, name, built, blocks, arguments, stream):
+        assert stream in (self.current(), self.stream())
         passed = []
         for value in arguments:
             if isinstance(value, np.void):
@@ -240,6 +259,20 @@ class EmulatedGpu:
                 passed.append(ctypes.c_longlong(int(value)))
         words = [ctypes.c_void_p(p.ctypes.data) if isinstance(p, np.ndarray) else p for p in passed]
         getattr(_library(built), f"launch_{name}")(ctypes.c_int(blocks), *words)
+
+
+class CountedMarks:
+    """Stands in for a StreamClock: points in the work of streams are numbers."""
+
+    def __init__(self):
+        self.marked = []
+
+    def mark(self, stream):
+        self.marked.append(stream)
+        return len(self.marked)
+
+    def nanoseconds(self, mark):
+        return mark
 
 
 class ThreadRanks(Communicator):

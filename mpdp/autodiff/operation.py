@@ -37,12 +37,22 @@ class Operation:
         DeviceMismatchError: arrays on different devices.
     """
 
-    __slots__ = ("backward", "forward", "key", "name", "wide")
+    __slots__ = ("backward", "forward", "joins", "key", "name", "pairs", "wide")
 
     again = None  # a part of the graph that is computed again has a method here
 
-    def __init__(self, name: str, forward: Forward, backward: Backward, wide: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        backward: Backward,
+        wide: tuple[int, ...] = (),
+        pairs: bool = False,
+        joins: tuple[int, ...] = (),
+    ) -> None:
         self.name = name
+        self.pairs = pairs  # whether the backward rule adds two parts of its gradient itself
+        self.joins = joins  # positions of inputs whose gradient so far the backward rule adds its own to
         self.wide = frozenset(wide)
         self.forward = forward
         self.backward = backward

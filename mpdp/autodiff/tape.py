@@ -16,7 +16,7 @@ from ..errors import TapeError
 from ..kernels.precision import is_half, wide
 from .held import held_bytes
 from .recording import Node
-from .wants import WANTED, Target, Want
+from .wants import WANTED, Before, Pair, Target, Want
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -134,7 +134,7 @@ class Tape:
             if after and 0 in after:
                 after[0]()
             return
-        gathered = _Gathered(len(nodes))
+        gathered = _Gathered(nodes)
         if nodes:
             gathered.arrays[0] = g
         del g  # each gradient is freed as soon as it is used
@@ -167,9 +167,11 @@ class Tape:
             _run_again(operation, g, {**outside, **inner})
             return
         wants: list[Want] = []
-        for link in links:
+        for j, link in enumerate(links):
             if link is None:
                 wants.append(None)
+            elif j in operation.joins and (before := _taken(link, gathered, outside, k)) is not None:
+                wants.append(Before(before))
             elif type(link) is int or link in outside or links.count(link) > 1:
                 wants.append(WANTED)  # a leaf used twice by one operation: the engine adds
             else:
@@ -205,6 +207,8 @@ class Tape:
         xp = self._kernels.xp
         if isinstance(seed, float | int):  # a number reaches a GPU with the launch, an array needs a copy
             return xp.full(self._shape, seed, dtype=self._dtype)
+        if type(seed) is xp.ndarray and seed.shape == self._shape == () and seed.dtype == self._dtype:
+            return seed  # rules never write into a gradient that they get
         g = xp.array(seed, dtype=self._dtype)
         if g.shape != self._shape:
             if g.shape != ():
@@ -219,11 +223,12 @@ class Tape:
 class _Gathered:
     """The gradients of results that have arrived so far, by position in backward."""
 
-    __slots__ = ("arrays", "owned")
+    __slots__ = ("_nodes", "arrays", "owned")
 
-    def __init__(self, count: int) -> None:
-        self.arrays: list[Any] = [None] * count
-        self.owned = bytearray(count)  # 1 where no operation may hold that array, so it may be added to
+    def __init__(self, nodes: list[Node]) -> None:
+        self._nodes = nodes
+        self.arrays: list[Any] = [None] * len(nodes)
+        self.owned = bytearray(len(nodes))  # 1 where no operation may hold that array, so it may be added to
 
     def add(self, at: int, gradient: Any, k: Any) -> None:
         before = self.arrays[at]
@@ -231,9 +236,23 @@ class _Gathered:
             self.arrays[at] = gradient
         elif self.owned[at]:
             k.store(gradient, before, 1.0)
+        elif type(before) is not Pair and getattr(self._nodes[at].operation, "pairs", False):
+            self.arrays[at] = Pair(before, gradient)
         else:  # it may be a view, or another input's gradient too: never write into it
-            self.arrays[at] = k.xp.asarray(before + gradient)
+            if type(before) is Pair:
+                before = k.add(*before)
+            self.arrays[at] = k.xp.asarray(k.add(before, gradient))
             self.owned[at] = 1
+
+
+def _taken(link: Any, gathered: _Gathered, outside: _Outside, k: Any) -> Any:
+    """Return what has arrived of an input's gradient, and forget it: the rule that gets it returns the sum."""
+    if type(link) is not int:
+        if link not in outside:
+            return None
+        gathered, link = outside[link]
+    before, gathered.arrays[link], gathered.owned[link] = gathered.arrays[link], None, 0
+    return k.add(*before) if type(before) is Pair else before
 
 
 # For a part that is computed again: a leaf that stands for a result outside -> where its gradient is gathered.
@@ -249,7 +268,7 @@ def _run_again(part: Any, g: Any, outside: _Outside) -> None:
             "let nothing but its inputs decide what it does"
         )
     nodes, tape._nodes = tape._nodes or [], None
-    gathered = _Gathered(len(nodes))
+    gathered = _Gathered(nodes)
     gathered.arrays[0] = g
     del g
     for i, node in enumerate(nodes):

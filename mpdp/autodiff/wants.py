@@ -1,4 +1,4 @@
-"""What the engine asks of a backward rule for each input: nothing, an array, or a write into memory.
+"""What the engine asks of a backward rule for each input: nothing, an array, a sum, or a write into memory.
 
 This is the whole vocabulary that operations and the engine share; neither knows more of the other.
 """
@@ -6,7 +6,7 @@ This is the whole vocabulary that operations and the engine share; neither knows
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Array = Any  # a NumPy or CuPy array
 
@@ -29,6 +29,29 @@ class Target:
         self.beta = beta
 
 
+class Pair(NamedTuple):
+    """A gradient that is the sum of two arrays, which nobody has added yet: given to operations that take pairs."""
+
+    one: Array
+    other: Array
+
+
+class Before:
+    """A gradient of this input that other operations have found already: return the sum of it and one's own.
+
+    Only operations that name the input in ``joins`` are asked so; it saves the pass that adds the two. The array is
+    not to be written.
+
+    Args:
+        array: the gradient so far.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
 class _Wanted:
     def __repr__(self) -> str:
         return "WANTED"
@@ -37,7 +60,7 @@ class _Wanted:
 WANTED: Final = _Wanted()
 """Compute the gradient and return it as an array."""
 
-Want = Any  # Target, WANTED or None
+Want = Any  # Target, Before, WANTED or None
 
 
 def deliver(want: Want, kernel: Callable[..., Array], *arrays: Any) -> Any:

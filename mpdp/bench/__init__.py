@@ -30,7 +30,7 @@ def cases_of(kind: str) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train,all-reduce}")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train,all-reduce,contention}")
     train = commands.add_parser("train", help="the training step of a workload, without the loader")
     train.add_argument("workload", choices=["mlp", "convnet", "chargpt"])
     train.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
     )
     _add_all_reduce(commands)
+    _add_contention(commands)
     arguments = parser.parse_args(argv)
     kind = "auto"
     if arguments.device != "auto":
@@ -48,15 +49,14 @@ def main(argv: Sequence[str]) -> int:
             kind = as_device(arguments.device).kind
         except ValueError as error:
             parser.error(str(error))
+    if arguments.benchmark == "contention":
+        return _contention(arguments)
     if arguments.benchmark == "all-reduce" and arguments.tune:
         from . import tune
 
-        if kind != "cpu":
-            parser.error(
-                f"--tune: expected --device cpu, got {arguments.device}; GPUs have no measured sizes yet"
-            )
-        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tune.TRANSPORTS}:
-            parser.error(f"--tune: expected no other choice than --transports {','.join(tune.TRANSPORTS)}")
+        tunable = tune.TRANSPORTS[kind] if kind != "auto" else sum(tune.TRANSPORTS.values(), ())
+        if arguments.sizes or arguments.plot or set(arguments.transports or ()) - {*tunable}:
+            parser.error(f"--tune: expected no other choice than --transports {','.join(tunable)}")
         return tune.run(
             device=arguments.device,
             transports=arguments.transports,
@@ -115,6 +115,46 @@ def _add_all_reduce(commands: Any) -> None:
     parser.add_argument(
         "--plot", metavar="PATH.png", default=None, help="draw time and bandwidth against size"
     )
+
+
+def _add_contention(commands: Any) -> None:
+    parser = commands.add_parser("contention", help="whether threads hinder each other's launches")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto")
+    parser.add_argument(
+        "--gpus", type=_at_least_one, default=None, help="use so many of the GPUs (default: all)"
+    )
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="fewer arms and repetitions: under 45 s")
+    extent.add_argument("--full", action="store_true", help="all arms, however long it takes")
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        default=None,
+        help="write one JSON object, and PATH.samples.jsonl; - is stdout",
+    )
+    parser.add_argument("--plot", metavar="PATH.png", default=None, help="draw rates, latencies and steps")
+    parser.add_argument(
+        "--torch-python", metavar="PATH", default=None, help="a Python that has PyTorch, if this one has not"
+    )
+
+
+def _contention(arguments: argparse.Namespace) -> int:
+    from .contention import command
+
+    return command.run(
+        device=arguments.device,
+        extent="quick" if arguments.quick else "full" if arguments.full else "default",
+        gpus=arguments.gpus,
+        json_path=arguments.json,
+        plot_path=arguments.plot,
+        torch_python=arguments.torch_python,
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _all_reduce(arguments: argparse.Namespace) -> int:

@@ -186,7 +186,7 @@ class _Bench:
         for turn in range(self._rounds + 1):
             for way in found:
                 number = calls[way.name]
-                way.fill(zeros=many)
+                way.fill(zeros=many or way.at_once > 1)
                 seconds = self._seconds(way, number) / (number * way.at_once)
                 if turn:  # the first touches memory for the first time
                     times[way.name].append(seconds)

@@ -24,7 +24,8 @@ from ..parallel.reducer import Reducer
 REDUCER_BYTES = 1 << 20  # from here on also through the reducer
 COPY_BYTES = 16 << 20  # from here on compared with a copy of memory
 MANY = 64 << 10  # bytes; up to here one time is that of many calls
-GRAPH_CALLS = 100  # of those in a graph, whose launch costs as much as one of them
+GRAPH_CALLS = 100  # most calls in a graph, whose launch costs as much as several small ones
+GRAPH_BYTES = 64 << 20  # that a graph of several calls moves at most
 CAPTURED = ("cuda_ipc", "nccl")
 _NOT_OF_MPI = ("float16", "bfloat16")  # MPI has no portable sum of them
 
@@ -203,7 +204,7 @@ def ways(
         call = partial(comm.all_reduce, array, lane="urgent" if nbytes < SPAN else "bulk")
         found.append(Here(name, on, array, call, given, total))
         if isinstance(on, GpuMemory) and comm.transport in CAPTURED:
-            number = GRAPH_CALLS if nbytes <= MANY else 1
+            number = max(1, min(GRAPH_CALLS, GRAPH_BYTES // nbytes))
             graph = on.captured(call, number)
             once = graph if number == 1 else on.captured(call, 1)
             found.append(Here(f"{name} (graph)", on, array, graph, given, total, number, check=once))

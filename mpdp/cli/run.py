@@ -1,4 +1,4 @@
-"""``mpdp run``: start a script as several processes.
+"""``mpdp run``: start a script as several processes, or as several threads of one.
 
 Owns the arguments of the command. What the line holds is :mod:`.command`'s, which MPI it is for
 :mod:`.mpi_library`'s, and what happens while it runs :mod:`.supervise`'s part.
@@ -14,14 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..cores import VARIABLES, cores, per_rank
 from ..errors import LaunchError
-from ..threads import cores
 from .command import Command, Host, build, count_gpus, parse_hosts
 
 _ABOUT = """\
 Start a Python script as several processes, by the mpirun of the MPI that mpi4py loads.
 The line is printed on stderr, and `mpirun -n N python script.py` does the same without this command.
 The exit status is 0 only if every rank has finished.
+With --threads the ranks are threads of one process, and no MPI is needed.
 """
 
 
@@ -40,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--hosts", type=_hosts, metavar="A,B:2", help="hosts to use, each with its number of processes"
+    )
+    parser.add_argument(
+        "--threads", action="store_true", help="start threads of one process instead of processes"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the line on stdout and start nothing")
     parser.add_argument(
@@ -84,8 +88,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(
             f"n: expected at most the {sum(slots)} processes of --hosts, got {options.n}; name more hosts"
         )
+    if options.threads and options.hosts:
+        parser.error("--threads: expected ranks on this host, got --hosts; leave one of them out")
     try:
-        command = _command(options)
+        command = _threads(options) if options.threads else _command(options)
     except LaunchError as error:
         print(f"mpdp run: error: {error}", file=sys.stderr)
         return 1
@@ -95,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     hold_streams()
     with contextlib.suppress(OSError):  # a full disk behind stderr
         print(f"mpdp run: {command}", file=sys.stderr, flush=True)
-    if options.exec:
+    if options.exec or options.threads:
         os.execve(command.words[0], command.words, {**os.environ, **command.settings})
     from .supervise import supervise
 
@@ -119,6 +125,16 @@ def _ranks(options: argparse.Namespace) -> int:
     if options.hosts:
         return sum(host.slots or 1 for host in options.hosts)
     return count_gpus(os.environ) or 2
+
+
+def _threads(options: argparse.Namespace) -> Command:
+    """Return the line of a process that runs the script in threads."""
+    n = _ranks(options)
+    settings: dict[str, str] = {}
+    if "OMP_NUM_THREADS" not in os.environ:
+        settings = {name: str(per_rank(n)) for name in VARIABLES if name not in os.environ}
+    words = (sys.executable, "-m", "mpdp.cli.run_threads", str(n), options.script, *options.arguments)
+    return Command(words, settings)
 
 
 def _command(options: argparse.Namespace) -> Command:

@@ -64,7 +64,12 @@ def nccl_version(find: Callable[[], Any] = load) -> str | None:
 
 
 def foresee(
-    gpus: Mapping[str, Any], nodes: int, environ: Mapping[str, str], *, ranks: int | None = None
+    gpus: Mapping[str, Any],
+    nodes: int,
+    environ: Mapping[str, str],
+    *,
+    ranks: int | None = None,
+    ranks_per_gpu: int = 1,
 ) -> dict[str, Any]:
     """Return what ``transport="auto"`` would take for CPU ranks and for GPU ranks (None without a GPU), and why.
 
@@ -75,9 +80,10 @@ def foresee(
         nodes: that the ranks are on.
         environ: where ``MPDP_TRANSPORT`` is looked up.
         ranks: of the job (default: more than nodes).
+        ranks_per_gpu: most ranks of the job that share a GPU.
     """
     cpu = _for_cpu(nodes, nodes + 1 if ranks is None else ranks)
-    gpu = _for_gpu(gpus, nodes) if gpus.get("peer_access") else None
+    gpu = _for_gpu(gpus, nodes, ranks_per_gpu, cpu["transport"]) if gpus.get("peer_access") else None
     said = environ.get("MPDP_TRANSPORT", "auto")
     if said != "auto":
         cpu = {"transport": said, "reason": "MPDP_TRANSPORT says so"}
@@ -98,7 +104,7 @@ def _for_cpu(nodes: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _for_gpu(gpus: Mapping[str, Any], nodes: int) -> dict[str, str]:
+def _for_gpu(gpus: Mapping[str, Any], nodes: int, ranks_per_gpu: int, below: str) -> dict[str, str]:
     apart = missing_peers(gpus["peer_access"])
     if nodes > 1:
         why = f"the ranks are on {nodes} nodes"
@@ -106,8 +112,9 @@ def _for_gpu(gpus: Mapping[str, Any], nodes: int) -> dict[str, str]:
         why = "no peer access between GPUs " + ", ".join(f"{one} and {other}" for one, other in apart)
     else:
         return {"transport": "cuda_ipc", "reason": "all ranks are on one node, whose GPUs have peer access"}
-    if gpus["nccl"] is None:
-        return {"transport": "staged", "reason": f"not cuda_ipc: {why}; not nccl: it is not installed"}
+    missing = f"{ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else "it is not installed"
+    if gpus["nccl"] is None or ranks_per_gpu > 1:
+        return {"transport": f"staged({below})", "reason": f"not cuda_ipc: {why}; not nccl: {missing}"}
     return {"transport": "nccl", "reason": f"not cuda_ipc: {why}; staged where ranks share a GPU"}
 
 

@@ -79,12 +79,14 @@ class Communicator(ABC):
         transport: how bytes move, such as ``"mpi"``.
         chunk_bytes: size of a middle chunk of a long buffer that is reduced while it is still being written.
         chunk_edge: how many times smaller the first and the last chunk are.
+        capturable: collectives of GPU arrays can be captured into a graph.
         spans: notes when messages travel, while a timeline is taken; else None.
     """
 
     transport = "none"
     chunk_bytes = 4 << 20
     chunk_edge = 4
+    capturable = False
     spans: Spans | None = None
 
     def __init__(self, rank: int, size: int, activity: Activity | None = None) -> None:

@@ -9,19 +9,20 @@ error on all ranks that says why.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..device import CPU, Device
 from ..errors import CommunicationError, on_all_ranks
 from .base import Communicator
-from .choose_gpu import GPU_TRANSPORTS, MAKERS, choose_for_gpus
+from .choose_gpu import GPU_TRANSPORTS, MAKERS, Maker, choose_for_gpus
 from .flags import unordered
 from .mpi import MpiCommunicator
 from .shared_memory import Log, SharedMemoryCommunicator
 from .tuned import Sizes, told
 from .two_level import TwoLevelCommunicator
 
-TRANSPORTS = ("auto", "shared_memory", "two_level", "mpi", *GPU_TRANSPORTS, "mpi_device")
+TRANSPORTS = ("auto", "shared_memory", "two_level", "mpi", *GPU_TRANSPORTS, "mpi_device", "threads")
 
 
 def choose(
@@ -59,8 +60,11 @@ def choose(
                 _for_host_arrays("auto", mpi, node, num_nodes, log, tuned or {})[0], device
             )
 
-        makers = {**MAKERS, "staged": stage}
-        return choose_for_gpus(requested, mpi, device, num_nodes, ranks_per_device, makers=makers)
+        sizes = (tuned or {}).get("cuda_ipc", {})
+        makers: dict[str, Maker] = {**MAKERS, "staged": stage}
+        makers["cuda_ipc"] = partial(MAKERS["cuda_ipc"], **sizes)
+        comm, reason = choose_for_gpus(requested, mpi, device, num_nodes, ranks_per_device, makers=makers)
+        return comm, reason + told(sizes) if comm.transport == "cuda_ipc" else reason
     if requested in GPU_TRANSPORTS:
         raise on_all_ranks(
             CommunicationError(

@@ -15,13 +15,13 @@ from ..errors import CommunicationError, MpdpError, on_all_ranks
 from .base import Communicator
 
 GPU_TRANSPORTS = ("cuda_ipc", "nccl", "staged")
-Maker = Callable[[Communicator, Device], Communicator]
+Maker = Callable[..., Communicator]
 
 
-def _cuda_ipc(host: Communicator, device: Device) -> Communicator:
+def _cuda_ipc(host: Communicator, device: Device, **sizes: Any) -> Communicator:
     from .cuda_ipc import CudaIpcCommunicator
 
-    return CudaIpcCommunicator(host, device)
+    return CudaIpcCommunicator(host, device, **sizes)
 
 
 def _nccl(host: Communicator, device: Device) -> Communicator:

@@ -2,14 +2,14 @@
 
 One kernel is one collective. A large message takes two phases: when all ranks are there, each sums its slice over all
 buffers in the order of ranks, in place, and writes it to all of them; a small one takes one phase through stages
-that all ranks have mapped. So sums have the bits of a sum in rank order, run to run and whatever the chunk size. An
-array that lies in no memory of ``allocate()`` goes through the stages too; whether all ranks' arrays do is found out
-on the device, where no rank has to ask another.
+that all ranks have mapped, and a few KiB travel in words that carry their own flag. So sums have the bits of a sum in
+rank order, run to run and whatever the chunk size. An array that lies in no memory of ``allocate()`` goes through the
+stages too; whether all ranks' arrays do is found out on the device, where no rank has to ask another.
 
-A call returns when its kernel is launched, behind what the calling thread has submitted to its current stream, and
-that stream goes on behind it; :meth:`~mpdp.comm.base.Request.wait` does the same for a collective that was started.
-The host waits for nothing, and a call may be captured into a graph; call each kind once before, so that its
-kernel is compiled. When a rank fails, kernels that wait for it end, set the halt latch, and the next call raises.
+A call returns when its kernel is launched on the calling thread's current stream. A collective that is started runs
+beside that stream, which comes behind it with :meth:`~mpdp.comm.base.Request.wait`. The host waits for nothing, and
+calls may be captured into a graph: call each kind once before, so that its kernel is compiled, and wait for what is
+started inside of it. When a rank fails, kernels that wait for it end, set the halt latch, and the next call raises.
 Host arrays go to the host communicator. Read ``cuda_src/direct.cu`` for the kernel.
 """
 
@@ -31,7 +31,8 @@ from .cuda_memory import GpuMemory
 
 SMALL_BYTES = 128 << 10
 STAGE_BYTES = 32 << 10  # the lanes of a world's two communicators take 8 MiB, two chunks, at up to 4 ranks
-MAIL_BYTES = 64 << 10
+MAIL_BYTES = 32 << 10
+SHARE_BYTES = 2 << 10
 MOST_BLOCKS = {
     "bulk": 32,
     "urgent": 8,
@@ -63,6 +64,8 @@ class CudaIpcCommunicator(Communicator):
         small_bytes: messages up to here take one phase.
         stage_bytes: what a block moves through a stage at once.
         mail_bytes: what :meth:`send` moves at once.
+        share_bytes: what a block sums in words that carry their own flag.
+        chunk_bytes: see :class:`Communicator`.
         most_blocks: most blocks of a launch, by lane; fewer where ranks share a GPU, since the blocks of
             all ranks must be able to run at once.
         gpu: how to use the GPU; the default is CUDA.
@@ -73,6 +76,7 @@ class CudaIpcCommunicator(Communicator):
     """
 
     transport = "cuda_ipc"
+    capturable = True
 
     def __init__(
         self,
@@ -83,13 +87,21 @@ class CudaIpcCommunicator(Communicator):
         small_bytes: int = SMALL_BYTES,
         stage_bytes: int = STAGE_BYTES,
         mail_bytes: int = MAIL_BYTES,
+        share_bytes: int = SHARE_BYTES,
+        chunk_bytes: int | None = None,
         most_blocks: dict[str, int] | None = None,
         gpu: Any = None,
     ) -> None:
         super().__init__(host.rank, host.size, host.activity)
         self.host, self.device = host, device
-        self._small_bytes, self._stage_bytes, self._mail_bytes = small_bytes, stage_bytes, mail_bytes
+        self._lengths = {
+            "small_bytes": small_bytes,
+            "stage_bytes": stage_bytes,
+            "mail_bytes": mail_bytes,
+            "share_bytes": share_bytes,
+        }
         self._most_blocks = most_blocks
+        self.chunk_bytes = chunk_bytes if chunk_bytes is not None else self.chunk_bytes
         if self.size > MOST_RANKS:
             raise on_all_ranks(
                 CommunicationError(
@@ -102,7 +114,7 @@ class CudaIpcCommunicator(Communicator):
         self.family = family
         self.gpu: CudaGpu = family.memory.gpu
         blocks = self._blocks() if most_blocks is None else most_blocks
-        sizes = {name: Sizes(self.size, blocks[name], stage_bytes, mail_bytes, small_bytes) for name in LANES}
+        sizes = {name: Sizes(self.size, blocks[name], **self._lengths) for name in LANES}
         self._shared = family.memory.share(host, sum(sizes[name].nbytes for name in LANES))
         self._lanes: dict[str, GpuLane] = {}
         start = 0
@@ -129,9 +141,8 @@ class CudaIpcCommunicator(Communicator):
             self.host.duplicate(),
             self.device,
             family=self.family,
-            small_bytes=self._small_bytes,
-            stage_bytes=self._stage_bytes,
-            mail_bytes=self._mail_bytes,
+            **self._lengths,
+            chunk_bytes=self.chunk_bytes,
             most_blocks=self._most_blocks,
         )
 
@@ -185,8 +196,8 @@ class CudaIpcCommunicator(Communicator):
             return Request()
         self._enter("all_reduce", lane)
         try:
-            self._run("all_reduce", array, lane, None, -1, op)
-            return _Started(self, self._lanes[lane].mark())
+            launch = self._launch("all_reduce", array, lane, None, -1, op)
+            return _Started(self, self._lanes[lane].start(launch, array, self.spans))
         finally:
             self.activity.leave()
 
@@ -195,35 +206,30 @@ class CudaIpcCommunicator(Communicator):
             self.host._all_reduce(array, op, lane)
         else:
             self._run("all_reduce", array, lane, None, -1, op)
-            self._lanes[lane].join()
 
     def _reduce(self, array: Any, op: str, root: int, lane: str) -> None:
         if self._on_host(array):
             self.host._reduce(array, op, root, lane)
         else:
             self._run("reduce", array, lane, None, root, op)
-            self._lanes[lane].join()
 
     def _reduce_scatter(self, array: Any, bounds: Sequence[int], op: str, lane: str) -> None:
         if self._on_host(array):
             self.host._reduce_scatter(array, bounds, op, lane)
         else:
             self._run("reduce_scatter", array, lane, bounds, -1, op)
-            self._lanes[lane].join()
 
     def _broadcast(self, array: Any, root: int, lane: str) -> None:
         if self._on_host(array):
             self.host._broadcast(array, root, lane)
         else:  # each rank passes a slice of the root's on: the root's link carries the array once
             self._run("broadcast", array, lane, None, root)
-            self._lanes[lane].join()
 
     def _all_gather(self, array: Any, bounds: Sequence[int], lane: str) -> None:
         if self._on_host(array):
             self.host._all_gather(array, bounds, lane)
         else:
             self._run("all_gather", array, lane, bounds, -1)
-            self._lanes[lane].join()
 
     def _exclusive_sum(self, value: int, lane: str) -> int:
         return self.host._exclusive_sum(value, lane)
@@ -238,7 +244,6 @@ class CudaIpcCommunicator(Communicator):
             self.look("send")
             self._look_at(array)
             self._lanes[lane].send(array, to)
-            self._lanes[lane].join()
 
     def _recv(self, array: Any, source: int, lane: str) -> None:
         if self._on_host(array):
@@ -247,7 +252,6 @@ class CudaIpcCommunicator(Communicator):
             self.look("recv")
             self._look_at(array)
             self._lanes[lane].receive(array, source)
-            self._lanes[lane].join()
 
     # -- parts
 
@@ -263,7 +267,12 @@ class CudaIpcCommunicator(Communicator):
     def _run(
         self, name: str, array: Any, lane: str, bounds: Sequence[int] | None, root: int, op: str = ""
     ) -> None:
-        """Launch a collective, from what was worked out when it was first called with this array.
+        self._lanes[lane].run(self._launch(name, array, lane, bounds, root, op), array, self.spans)
+
+    def _launch(
+        self, name: str, array: Any, lane: str, bounds: Sequence[int] | None, root: int, op: str
+    ) -> Launch:
+        """Return what launches a collective, worked out when it was first called with this array.
 
         Args:
             bounds: elements that each rank makes; None for equal slices.
@@ -282,7 +291,7 @@ class CudaIpcCommunicator(Communicator):
             bounds = self._slices(array) if bounds is None else bounds
             plan = self._plan_sum if op else self._plan_copy
             launch = self._launches[key] = plan(name, array, self._lanes[lane], bounds, root, op)
-        self._lanes[lane].run(launch)
+        return launch
 
     def _plan_sum(
         self, name: str, array: Any, lane: GpuLane, bounds: Sequence[int], root: int, op: str

@@ -1,20 +1,22 @@
 """Lane: the memory of one lane of a communicator between GPUs, and how a collective on it is launched.
 
-The layout is that of ``cuda_src/direct.cu``: counters of mail, flags, places, stages, mailboxes, own counters. A lane
-has a stream of its own, so that collectives of one lane run in order and those of another never queue behind
-them. Nothing here depends on what is in device memory: a launch may be captured into a graph and replayed.
+The layout is that of ``cuda_src/direct.cu``: counters of mail, flags, places, stages, mailboxes, lines, own counters.
+What the caller waits for is launched on its own stream, and what it only starts on a stream of the lane; either comes
+behind the lane's last kernel, so that collectives of one lane run in order and those of another never queue
+behind them. Nothing here depends on what is in device memory: a launch may be captured into a graph and replayed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .cuda_gpu import CudaGpu
 from .cuda_memory import GpuMemory
+from .spans import Spans
 
 MOST_RANKS = 16  # room in the tables of direct.cu
 HOST_WORDS = 32
@@ -22,6 +24,9 @@ ABORT, STOPPED, MISMATCH, OWN_CALL, WAITS = 0, 1, 2, 3, 16  # words in host memo
 THREADS = 512
 _PACK = 16  # bytes that a thread moves at once
 _ONE_PHASE_SHARE = 4096  # bytes of a small message that a block takes
+_MOST_LINE_BLOCKS = 8  # that have lines
+_IN_LINES = 2  # how a call is carried out, as in direct.cu; 1: in one phase, 0: in two
+Launch = Callable[[Any], None]  # launches a kernel on a stream
 
 
 class Sizes:
@@ -33,29 +38,31 @@ class Sizes:
         stage_bytes: of a stage, a multiple of 16.
         mail_bytes: of a mailbox, a multiple of 16.
         small_bytes: messages up to here take one phase.
+        share_bytes: what a block sums in lines, a multiple of 16.
+
+    Attributes:
+        lined_bytes: sums up to here go in lines, by up to ``line_blocks`` blocks.
     """
 
-    def __init__(self, size: int, blocks: int, stage_bytes: int, mail_bytes: int, small_bytes: int) -> None:
-        if stage_bytes % _PACK or mail_bytes % _PACK or min(blocks, stage_bytes, mail_bytes) < 1:
+    def __init__(
+        self, size: int, blocks: int, stage_bytes: int, mail_bytes: int, small_bytes: int, share_bytes: int
+    ) -> None:
+        lengths = stage_bytes, mail_bytes, share_bytes
+        if any(length % _PACK for length in lengths) or min(blocks, *lengths) < 1:
             raise ValueError(
-                f"stage_bytes, mail_bytes: expected multiples of {_PACK}, got {stage_bytes} and {mail_bytes}"
+                f"stage_bytes, mail_bytes, share_bytes: expected multiples of {_PACK}, got {stage_bytes}, {mail_bytes} "
+                f"and {share_bytes}"
             )
         self.blocks, self.stage_bytes, self.mail_bytes = blocks, stage_bytes, mail_bytes
-        self.small_bytes = small_bytes
+        self.small_bytes, self.share_bytes = small_bytes, share_bytes
+        self.line_blocks = min(blocks, _MOST_LINE_BLOCKS)
+        self.lined_bytes = self.line_blocks * share_bytes
+        self.line_bytes = 2 * share_bytes  # of a slot
         self.stages = 8 * (2 * MOST_RANKS + 2 * blocks * 2 * MOST_RANKS)
         self.mails = self.stages + 2 * blocks * stage_bytes
-        self.counters = self.mails + 2 * size * mail_bytes
+        self.lines = self.mails + 2 * size * mail_bytes
+        self.counters = self.lines + 2 * self.line_blocks * size * self.line_bytes
         self.nbytes = -(-(self.counters + 8 * 2 * MOST_RANKS + 8 * blocks) // 256) * 256
-
-
-class Launch(NamedTuple):
-    """A kernel and what it is launched with, as for :meth:`CudaGpu.launch`."""
-
-    name: str
-    built: tuple[Any, int, bool]
-    blocks: int
-    threads: int
-    arguments: tuple[Any, ...]
 
 
 class GpuLane:
@@ -76,6 +83,7 @@ class GpuLane:
         self._size = memory.size
         self._rank = memory.rank
         self._stream: Any = None
+        self._last: Any = None  # the stream of the lane's last kernel
         self._event = memory.gpu.event()  # used again and again: what waits for it, waits for it as it stood
         self.host = memory.gpu.pinned(HOST_WORDS)
         self._words = memoryview(self.host)  # type: ignore[arg-type]  # four times as fast to look at
@@ -93,6 +101,8 @@ class GpuLane:
                 sizes.stage_bytes,
                 sizes.mails,
                 sizes.mail_bytes,
+                sizes.lines,
+                sizes.line_bytes,
                 sizes.counters,
             ]
         )
@@ -120,7 +130,7 @@ class GpuLane:
         targets: int,
         text: str,
     ) -> Launch:
-        """Return what :meth:`run` launches, as often as wanted. **Local.**
+        """Return what :meth:`run` and :meth:`start` launch, as often as wanted. **Local.**
 
         Args:
             array: this rank's.
@@ -136,23 +146,79 @@ class GpuLane:
             targets: one bit for each rank that gets what this one makes.
             text: the call in words, for an error.
         """
-        nbytes = count * dtype.itemsize
-        small = nbytes <= self.sizes.small_bytes
-        each = _ONE_PHASE_SHARE if small else self._size * THREADS * _PACK
-        blocks = max(1, min(-(-nbytes // each), self.sizes.blocks))
-        packs = -(-nbytes // (blocks * _PACK))  # of a block in one phase
-        threads = min(max(-(-packs // 32) * 32, 64), THREADS) if small else THREADS
-        call = [*bounds, array.data.ptr, count, place, *kept, signature, maximum, root, targets, small]
+        nbytes, sizes = count * dtype.itemsize, self.sizes
+        way = _IN_LINES if nbytes <= sizes.lined_bytes and not copies else int(nbytes <= sizes.small_bytes)
+        threads = THREADS
+        if way == _IN_LINES:
+            blocks = max(1, -(-nbytes // sizes.share_bytes))
+            lines = -(-nbytes // (8 * blocks)) + 1
+            threads = min(-(-lines // 32) * 32 + 32, THREADS)  # the last 32 look at the flags
+        elif way:
+            blocks = max(1, min(-(-nbytes // _ONE_PHASE_SHARE), sizes.blocks))
+            packs = -(-nbytes // (blocks * _PACK))
+            threads = min(max(-(-packs // 32) * 32, 64), THREADS)
+        else:
+            blocks = max(1, min(-(-nbytes // (self._size * THREADS * _PACK)), sizes.blocks))
+        call = [*bounds, array.data.ptr, count, place, *kept, signature, maximum, root, targets, way]
         self._remember(signature, text)
         built = (dtype, self._size, copies)
-        return Launch("collective", built, blocks, threads, (self._structure, _structure(call)))
+        return self._gpu.prepare("collective", built, blocks, threads, (self._structure, _structure(call)))
 
-    def run(self, launch: Launch) -> None:
-        """Launch a kernel behind all that the calling thread has submitted. **Collective**, a message **local**."""
-        gpu, stream, event = self._gpu, self.stream, self._event
-        gpu.mark(event, gpu.current())
-        gpu.join(stream, event)
-        gpu.launch(*launch, stream)
+    def run(self, launch: Launch, array: Any = None, spans: Spans | None = None) -> None:
+        """Launch a kernel among what the calling thread submits to its current stream.
+
+        **Collective**, a message **local**.
+
+        Args:
+            launch: see :meth:`plan`.
+            array: what it works on.
+            spans: where to note when it runs.
+        """
+        current = self._gpu.current()
+        self._follow(current)
+        self._launch(launch, current, array, spans)
+
+    def start(self, launch: Launch, array: Any = None, spans: Spans | None = None) -> Any:
+        """Launch a kernel behind what the calling thread has submitted, beside what it submits from now on.
+
+        **Collective.**
+
+        Args:
+            launch, array, spans: see :meth:`run`.
+
+        Returns:
+            an event behind it.
+        """
+        gpu, stream = self._gpu, self.stream
+        current = gpu.current()
+        gpu.mark(self._event, current)
+        gpu.join(stream, self._event)
+        if self._last is not current:
+            self._follow(stream)
+        self._launch(launch, stream, array, spans)
+        event = gpu.event()
+        gpu.mark(event, stream)
+        return event
+
+    def _launch(self, launch: Launch, stream: Any, array: Any, spans: Spans | None) -> None:
+        if spans is None or self._gpu.capturing(stream):  # an event inside a graph has no time
+            launch(stream)
+        else:
+            begin = spans.mark(stream)
+            launch(stream)
+            spans.add_on_stream(self.name, spans.label(array), begin, spans.mark(stream), array.nbytes)
+        self._last = stream
+
+    def _follow(self, stream: Any) -> None:
+        """Let a stream go on behind the lane's last kernel."""
+        gpu, last = self._gpu, self._last
+        if last is None or last is stream or last == stream:
+            return
+        if gpu.capturing(last) == gpu.capturing(
+            stream
+        ):  # a graph is launched behind what ran before it was made
+            gpu.mark(self._event, last)
+            gpu.join(stream, self._event)
 
     def send(self, array: Any, to: int) -> None:
         """Launch the sending of an array. **Local.**"""
@@ -165,22 +231,11 @@ class GpuLane:
     def _mail(self, name: str, array: Any, peer: int) -> None:
         built = (np.dtype(np.uint8), self._size, True)
         arguments = (self._structure, array.data.ptr, array.nbytes, peer)
-        self.run(Launch(name, built, 1, THREADS, arguments))
-
-    def join(self) -> None:
-        """Let the calling thread's further work come after the collectives of the lane. **Local.**"""
-        self._gpu.mark(self._event, self.stream)
-        self._gpu.join(self._gpu.current(), self._event)
-
-    def mark(self) -> Any:
-        """Return a new event behind all collectives of the lane. **Local.**"""
-        event = self._gpu.event()
-        self._gpu.mark(event, self.stream)
-        return event
+        self.run(self._gpu.prepare(name, built, 1, THREADS, arguments))
 
     def idle(self) -> bool:
         """Return whether the lane has nothing left to do."""
-        return self._stream is None or self._gpu.done(self._stream)
+        return all(stream is None or self._gpu.done(stream) for stream in (self._stream, self._last))
 
     # -- what the kernels report
 

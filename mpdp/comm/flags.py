@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import threads
+from .. import cores
 from .activity import Activity, secondary
 
 READY, DONE, PHASE = 0, 8, 16  # words of a row, a cache line each: collectives entered and done, pieces
@@ -51,7 +51,7 @@ def unordered() -> str | None:
 
 def looks(ranks: int) -> int:
     """Return how often one of so many ranks of a node looks at a counter before it offers its core. **Local.**"""
-    return LOOKS if ranks <= threads.on_node() else 1
+    return LOOKS if ranks <= cores.on_node() else 1
 
 
 class _Timespec(ctypes.Structure):

@@ -67,6 +67,7 @@ class Lane:
         self._all_done = 0  # every rank is done with the collectives up to this one
         starts = [ROW_BYTES + i * small_bytes for i in (0, 1)]
         self._slots = [[part[start : start + small_bytes] for part in memory] for start in starts]
+        self._bytes = [[memoryview(slot) for slot in half] for half in self._slots]  # type: ignore[arg-type]
         starts = [ROW_BYTES + 2 * small_bytes + i * piece_bytes for i in (0, 1)]
         self._pieces = [[part[start : start + piece_bytes] for part in memory] for start in starts]
         self._views: dict[tuple[np.dtype, int], list[np.ndarray]] = {}
@@ -79,6 +80,10 @@ class Lane:
         except KeyError:
             views = self._views[dtype, half] = [slot.view(dtype) for slot in self._slots[half]]
             return views
+
+    def next_bytes(self) -> list[memoryview]:
+        """Return the slots of :meth:`next_slots` as bytes."""
+        return self._bytes[(self.number + 1) & 1]
 
     def next_pieces(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's half of the staging area for the next piece."""

@@ -127,6 +127,7 @@ class NcclCommunicator(Communicator):
     """
 
     transport = "nccl"
+    capturable = True
 
     def __init__(
         self,
@@ -402,11 +403,16 @@ class NcclCommunicator(Communicator):
         gpu.join(lane.stream, lane.event)
         if order.event is not None and order.stream is not lane.stream:
             gpu.join(lane.stream, order.event)
+        captured = gpu.capturing(lane.stream)  # an event inside a graph cannot be asked, and has no time
+        spans = None if captured else self.spans
+        begin = None if spans is None else spans.mark(lane.stream)
         call(lane.nccl, lane.stream.ptr)
+        if spans is not None:
+            spans.add_on_stream(lane_name, spans.label(array), begin, spans.mark(lane.stream), array.nbytes)
         event = gpu.event()
         gpu.mark(event, lane.stream)
         order.event, order.stream = event, lane.stream
-        if not gpu.capturing(lane.stream):  # an event inside a graph cannot be asked
+        if not captured:
             self._pending.append((event, f"{name}, lane {lane_name},", time.monotonic()))
             if len(self._pending) > 1024:
                 self.waiting()

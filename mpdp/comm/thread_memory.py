@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
 from ..device import CPU, Device
-from .activity import Activity
+from .activity import Activity, secondary
 from .base import LANES, Buffer, host_memory
 from .direct import DirectCommunicator
 from .lane import PIECE_BYTES, Lane, lane_bytes
 from .lane import small_bytes as default_small_bytes
 from .regions import Regions
+
+_LOOK = 0.05  # seconds between two looks for a failure while mail is waited for
 
 
 class Meeting:
@@ -28,6 +32,9 @@ class Meeting:
 
     Args:
         size: threads.
+
+    Attributes:
+        since: by rank, ``time.monotonic()`` since when it waits in an exchange; None if it does not.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,20 +42,54 @@ class Meeting:
         self.mail: defaultdict[tuple[int, int, str], queue.SimpleQueue[np.ndarray]] = defaultdict(
             queue.SimpleQueue
         )
+        self.since: list[float | None] = [None] * size
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
+        self._duplicates: weakref.WeakSet[Meeting] = weakref.WeakSet()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Return what every rank brought. **Collective.**"""
+        """Return what every rank brought.
+
+        **Collective.**
+
+        Raises:
+            RankFailedError: a rank has failed.
+        """
         self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
+        self.since[rank] = time.monotonic()
+        try:
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise secondary(
+                "threads: expected all ranks alive, got a failure; see the first report, this job is ending"
+            ) from None
+        finally:
+            self.since[rank] = None
         return values
 
+    def duplicate(self, rank: int) -> Meeting:
+        """Return a meeting of the same threads, the same object on all ranks. **Collective.**"""
+        mine = None
+        if rank == 0:
+            mine = Meeting(self.size)
+            self._duplicates.add(mine)
+        made: Meeting = self.exchange(rank, mine)[0]
+        return made
+
+    def waits(self, rank: int) -> float | None:
+        """Return since when a rank waits in an exchange, here or in a duplicate. **Local**, any thread."""
+        found = self.since[rank]
+        for meeting in tuple(self._duplicates):
+            found = found if found is not None else meeting.waits(rank)
+        return found
+
     def abort(self) -> None:
-        """Make every exchange that is waited for, or comes, raise. **Local.**"""
+        """Make every exchange that is waited for, or comes, raise; also in duplicates. **Local.**"""
         self._barrier.abort()
+        for meeting in tuple(self._duplicates):
+            meeting.abort()
 
 
 class ThreadCommunicator(DirectCommunicator):
@@ -75,7 +116,7 @@ class ThreadCommunicator(DirectCommunicator):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         activity = activity if activity is not None else Activity()
-        self._meeting = meeting
+        self.meeting = meeting
         small_bytes = small_bytes if small_bytes is not None else default_small_bytes(meeting.size)
         self._cuts = {"small_bytes": small_bytes, "piece_bytes": piece_bytes}
         lanes = {}
@@ -87,14 +128,14 @@ class ThreadCommunicator(DirectCommunicator):
         )
 
     def duplicate(self) -> ThreadCommunicator:
-        meeting = self._meeting.exchange(self.rank, Meeting(self.size) if self.rank == 0 else None)[0]
+        meeting = self.meeting.duplicate(self.rank)
         return ThreadCommunicator(meeting, self.rank, self.activity, regions=self._regions, **self._cuts)
 
     def _allocate(self, nbytes: int, device: Device) -> Buffer:
         if device != CPU or nbytes == 0:
             return super()._allocate(nbytes, device)
         memory = host_memory(nbytes)
-        places = self._meeting.exchange(self.rank, (memory, self._regions.next_number()))
+        places = self.meeting.exchange(self.rank, (memory, self._regions.next_number()))
         own = np.frombuffer(memory.data, dtype=np.uint8)  # apart from what the other threads hold
         parts = [own if rank == self.rank else place[0] for rank, place in enumerate(places)]
         self._regions.add(places[0][1], parts)
@@ -102,8 +143,14 @@ class ThreadCommunicator(DirectCommunicator):
 
     def _send(self, array: Any, to: int, lane: str) -> None:
         self._lane(lane, array)
-        self._meeting.mail[self.rank, to, lane].put(array.copy())
+        self.meeting.mail[self.rank, to, lane].put(array.copy())
 
     def _recv(self, array: Any, source: int, lane: str) -> None:
         self._lane(lane, array)
-        array[...] = self._meeting.mail[source, self.rank, lane].get()
+        mail = self.meeting.mail[source, self.rank, lane]
+        while True:
+            try:
+                array[...] = mail.get(timeout=_LOOK)
+                return
+            except queue.Empty:
+                self.activity.check("recv")

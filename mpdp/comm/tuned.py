@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import threads
+from .. import cores
 from ..device import Device
 from .agreement import on_root
 from .base import Communicator
@@ -34,8 +34,7 @@ _CHUNK = (16 << 10, 1 << 30)
 TUNABLE: dict[str, dict[str, tuple[int, int]]] = {
     "shared_memory": {"small_bytes": _SMALL, "piece_bytes": _PIECE, "chunk_bytes": _CHUNK},
     "mpi": {"piece_bytes": (64 << 10, 1 << 30), "chunk_bytes": _CHUNK},
-    # Arguments of its communicator; the key of a GPU names it. Nothing measures or takes them yet.
-    "cuda_ipc": {"small_bytes": _SMALL, "stage_bytes": (4 << 10, 256 << 20), "chunk_bytes": _CHUNK},
+    "cuda_ipc": {"small_bytes": _SMALL, "chunk_bytes": _CHUNK},
 }
 
 
@@ -51,17 +50,25 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def hardware(mpi: MpiCommunicator, device: Device, num_nodes: int) -> Hardware:
-    """Return what measured sizes hold for, as this rank sees it. **Local.**"""
+def hardware(mpi: MpiCommunicator, device: Device, num_nodes: int, ranks_per_device: int = 1) -> Hardware:
+    """Return what measured sizes hold for, as this rank sees it. **Local.**
+
+    Args:
+        mpi: the ranks.
+        device: of this rank.
+        num_nodes: that they are on.
+        ranks_per_device: most ranks that share a GPU.
+    """
     found: Hardware = {
         "processor": processor(),
-        "cores": threads.cores(),
+        "cores": cores.cores(),
         "ranks": mpi.size,
         "nodes": num_nodes,
         "mpi": mpi.vendor,
     }
     if device.kind == "cuda":
         found["gpu"] = device.xp.cuda.runtime.getDeviceProperties(device.ordinal)["name"].decode()
+        found["ranks_per_gpu"] = ranks_per_device
     return found
 
 

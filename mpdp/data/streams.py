@@ -2,7 +2,7 @@
 
 A stream has no length and no places to ask for. Global batch i of an epoch is elements i G to (i + 1) G - 1, and ranks
 take their shares of it, by element: each is used once, whatever the number of ranks. When a stream ends is known when
-it ends, so the loop of ``fit`` has the ranks agree on each batch (``training.updates``).
+it ends, so the loop of ``fit`` has the ranks agree on each batch (``training.sources``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ asks which array module it runs on; it asks :func:`of` for the kernels of its ar
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,18 @@ from ..device import Device, device_of
 from . import cpu
 from .base import Kernels
 
-__all__ = ["Kernels", "for_device", "move", "of"]
+__all__ = ["Kernels", "for_device", "hold", "move", "of"]
+
+_holder: ContextVar[int] = ContextVar("mpdp_kernels_holder", default=0)
+
+
+def hold(number: int) -> None:
+    """Let the calling context have GPU kernels of its own.
+
+    **Local.** They hold what one stream uses at a time: workspaces, the step for errors. Ranks that are threads of one
+    process and may share a GPU therefore each take another number.
+    """
+    _holder.set(number)
 
 
 def for_device(device: Device) -> Kernels:
@@ -24,7 +36,7 @@ def for_device(device: Device) -> Kernels:
         MissingDependencyError: a GPU, and CuPy is not installed.
         DeviceError: a GPU that this process does not see.
     """
-    return cpu.KERNELS if device.kind == "cpu" else _cuda(device.ordinal)
+    return cpu.KERNELS if device.kind == "cpu" else _cuda(device.ordinal, _holder.get())
 
 
 def of(array: Any) -> Kernels:
@@ -55,8 +67,8 @@ def move(array: Any, device: Device) -> Any:
 
 
 @cache
-def _cuda(ordinal: int) -> Kernels:
-    """Return the kernels of a GPU, made when it is first used: importing this package starts no CUDA."""
+def _cuda(ordinal: int, holder: int) -> Kernels:
+    """Return a holder's kernels of a GPU, made when it is first used: importing this package starts no CUDA."""
     from .cuda import CudaKernels
 
     return CudaKernels(ordinal)

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .base import Array, Kernels
+from .base import Array, Kernels, Shape
 
 
 class PlainAttention(Kernels):
@@ -26,7 +26,12 @@ class PlainAttention(Kernels):
         keys: Array | None,
         keep: Array | None,
         keep_scale: float,
+        engine: str = "auto",
     ) -> tuple[Array, Any]:
+        if engine == "cudnn":
+            raise ValueError(
+                f'engine: expected "auto" or "plain" on {self.device}, got "cudnn"; cuDNN needs a GPU'
+            )
         xp = self.xp
         scores = self.gemm(q, k.swapaxes(-1, -2))
         scores *= scores.dtype.type(scale)
@@ -52,7 +57,14 @@ class PlainAttention(Kernels):
         return self.xp.where(allowed, scores, value).astype(scores.dtype, copy=False)  # CuPy widens bfloat16
 
     def attention_backward(
-        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+        self,
+        g: Array,
+        saved: Any,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+        into: tuple[Array, Array, Array] | None = None,
     ) -> tuple[Array, Array, Array]:
         q, k, v, weights, mixed = saved
         gv = self.gemm(mixed.swapaxes(-1, -2), g)
@@ -62,7 +74,48 @@ class PlainAttention(Kernels):
         if slope.size:
             slope = self.softmax_backward(slope, weights, -1)
         slope *= slope.dtype.type(scale)
-        return self.gemm(slope, k), self.gemm(slope.swapaxes(-1, -2), q), gv
+        gradients = self.gemm(slope, k), self.gemm(slope.swapaxes(-1, -2), q), gv
+        if into is None:
+            return gradients
+        for gradient, array in zip(gradients, into):
+            self.store(gradient, array)
+        return into
+
+    def self_attention(
+        self,
+        qkv: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+        engine: str = "auto",
+    ) -> tuple[Array, Any]:
+        n, t, _, h, d = qkv.shape
+        out, saved = self.attention(*_apart(qkv), scale, causal, keys, keep, keep_scale, engine)
+        return out.transpose(0, 2, 1, 3).reshape(n, t, h * d), saved
+
+    def self_attention_backward(
+        self,
+        g: Array,
+        saved: Any,
+        shape: Shape,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+    ) -> Array:
+        n, t, _, h, d = shape
+        gradient = self.xp.empty(shape, g.dtype)
+        g = g.reshape(n, t, h, d).transpose(0, 2, 1, 3)
+        self.attention_backward(g, saved, scale, keep, keep_scale, deterministic, _apart(gradient))
+        return gradient
+
+
+def _apart(qkv: Array) -> tuple[Array, Array, Array]:
+    """Return the views (N, H, T, D) of queries, keys and values."""
+    q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+    return q, k, v
 
 
 class CpuAttention(PlainAttention):

@@ -24,27 +24,30 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..device import CPU, Device
-from .updates import UpdateKernels
+from .board import Board
+from .image_interface import Array, ImageKernels, Shape
 
 if TYPE_CHECKING:
-    from .windows import Windows
+    from .plan_book import PlanBook
 
-Array = Any  # a NumPy or CuPy array
-Shape = tuple[int, ...]
+ACTIVATIONS = (None, "relu", "gelu")  # what `linear` applies to its result
+ATTENTIONS = ("auto", "cudnn", "plain")  # the engines of `attention`
 
 
-class Kernels(UpdateKernels):
+class Kernels(ImageKernels):
     """Arithmetic on the arrays of one device. **Local.**
 
     Attributes:
         xp: the array module, ``numpy`` or ``cupy``.
         device_kind: ``"cpu"`` or ``"cuda"``.
         device: the device.
+        plan_book: what libraries' plans are looked up in; nothing asks that of a CPU.
     """
 
     xp: ModuleType
     device_kind: str
     device: Device = CPU
+    plan_book: PlanBook
 
     # -- the device and the step ---------------------------------------------------------------------------
 
@@ -72,6 +75,10 @@ class Kernels(UpdateKernels):
         """
         return None
 
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        """Return a new :class:`~mpdp.kernels.board.Board`, where a captured step keeps what changes."""
+        raise NotImplementedError
+
     # -- storage -------------------------------------------------------------------------------------------
 
     def from_host(self, array: Array) -> Array:
@@ -95,9 +102,38 @@ class Kernels(UpdateKernels):
         """
         raise NotImplementedError
 
-    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        """Return ``x @ weight.T + bias`` for x of shape (N, i) and weight of shape (o, i)."""
+    def linear(
+        self, x: Array, weight: Array, bias: Array | None, activation: str | None = None
+    ) -> tuple[Array, Any]:
+        """Return (activation(x @ weight.T + bias), saved) for x of shape (N, i) and weight of shape (o, i).
+
+        ``activation`` is one of ``ACTIVATIONS``: :meth:`relu`, :meth:`gelu` or nothing. 16-bit floats are rounded
+        once, after it. Without one, saved is None.
+        """
         raise NotImplementedError
+
+    def activation_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        sums: bool = False,
+        out: Array | None = None,
+        beta: float = 0.0,
+    ) -> tuple[Array, Array | None]:
+        """Return the gradient of :meth:`linear` before its activation, and if ``sums`` the sums of that over rows.
+
+        The first is what both products of backward start from (g itself without an activation), the second is the
+        gradient of the bias, written to ``out`` where there is one.
+        """
+        raise NotImplementedError
+
+    def spare_multiprocessors(self, count: int) -> None:
+        """Let the products that follow leave ``count`` multiprocessors of a GPU to other kernels; 0 takes all.
+
+        For the time that communication runs beside backward. The algorithm of a product may change, and with it the
+        last bits: at equal products of all steps the count is to be the same.
+        """
 
     # -- reductions ----------------------------------------------------------------------------------------
 
@@ -117,6 +153,10 @@ class Kernels(UpdateKernels):
         raise NotImplementedError
 
     # -- elementwise ---------------------------------------------------------------------------------------
+
+    def add(self, a: Array, b: Array) -> Array:
+        """Return a + b of arrays of one shape and dtype."""
+        raise NotImplementedError
 
     def relu(self, x: Array) -> Array:
         """Return max(x, 0)."""
@@ -151,9 +191,12 @@ class Kernels(UpdateKernels):
         raise NotImplementedError
 
     def keep_mask(
-        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+        self, key: tuple[int, int], step: Any, start: Any, count: int, elements: int, threshold: int
     ) -> Array:
-        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements)."""
+        """Return where ``kernels.random.bits(...) >= threshold``: boolean, of shape (count, elements).
+
+        ``step`` and ``start`` are numbers, or 0-d int64 arrays on the device.
+        """
         raise NotImplementedError
 
     # -- normalisation -------------------------------------------------------------------------------------
@@ -191,6 +234,36 @@ class Kernels(UpdateKernels):
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
         raise NotImplementedError
 
+    def add_layer_norm(
+        self, x: Array, added: Array, weight: Array | None, bias: Array | None, eps: float
+    ) -> tuple[Array, Array, Any]:
+        """Return (sum, out, saved): x + added (N, D), and what :meth:`layer_norm` makes of that sum."""
+        raise NotImplementedError
+
+    def layer_norm_gradients(
+        self,
+        g: Array,
+        saved: Any,
+        weight: Array | None,
+        before: Array | None,
+        x: bool,
+        weight_into: tuple[Array, float] | None,
+        bias_into: tuple[Array, float] | None,
+    ) -> Array | None:
+        """Write the gradients of :meth:`layer_norm` that are wanted; leaves ``saved`` intact.
+
+        Args:
+            g: the gradient of the result, (N, D).
+            saved, weight: as of forward.
+            before: a gradient of x that is there already, (N, D), or None.
+            x: whether the gradient with respect to x is wanted.
+            weight_into, bias_into: (out, beta) of the gradient with respect to weight or bias, (D,); None for none.
+
+        Returns:
+            ``before`` plus the gradient with respect to x, or None.
+        """
+        raise NotImplementedError
+
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> tuple[Array, Any]:
         """Return x / sqrt(mean(x^2) + eps) * weight of each row of x (N, D), and saved."""
         raise NotImplementedError
@@ -205,78 +278,6 @@ class Kernels(UpdateKernels):
         """Return the gradient with respect to the weight: the sum over rows of g times normalised x."""
         raise NotImplementedError
 
-    # -- channels: x and g are (N, C, S), what belongs to a channel is (C,) ---------------------------------
-
-    def channel_moments(self, x: Array) -> tuple[Array, Array]:
-        """Return the float64 mean of each channel, and its sum of squared differences from that mean.
-
-        Both are 0 where there is nothing to average.
-        """
-        raise NotImplementedError
-
-    def channel_sums(self, g: Array, normal: Array) -> Array:
-        """Return the float64 sums of g and of g * normal over samples and places: (2, C)."""
-        raise NotImplementedError
-
-    def normalise_channels(
-        self, x: Array, mean: Array, rstd: Array, weight: Array | None, bias: Array | None
-    ) -> tuple[Array, Array]:
-        """Return (normal * weight + bias, normal) with normal = (x - mean) * rstd; normal is in float32 or wider."""
-        raise NotImplementedError
-
-    def normalise_channels_backward(
-        self, g: Array, normal: Array, scale: Array, mean: Array, along: Array
-    ) -> Array:
-        """Return scale * (g - mean - normal * along), of the dtype of g."""
-        raise NotImplementedError
-
-    # -- windows: images are (N, C, H, W) -------------------------------------------------------------------
-
-    def conv2d(
-        self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
-    ) -> Array:
-        """Return the cross-correlation of x with weight (O, C / groups, I, J), plus bias (O,), then max(., 0) if
-        ``relu``: (N, O, P, Q). Some window fits the padded image.
-        """  # fmt: skip
-        raise NotImplementedError
-
-    def conv2d_backward(
-        self,
-        g: Array,
-        x: Array,
-        weight: Array,
-        out: Array | None,
-        windows: Windows,
-        groups: int,
-        wants: tuple[bool, bool, bool],
-    ) -> tuple[Array | None, Array | None, Array | None]:
-        """Return the gradients of :meth:`conv2d` with respect to x, weight and bias, those that are wanted.
-
-        Args:
-            g: the gradient of the result.
-            x, weight: as given to :meth:`conv2d`.
-            out: its result, where it had ``relu``; else None.
-            windows, groups: as given.
-            wants: which of the three to compute; the others are None.
-        """
-        raise NotImplementedError
-
-    def max_pool2d(self, x: Array, windows: Windows, relu: bool) -> tuple[Array, Any]:
-        """Return the maximum of each window, not below 0 if ``relu``, and saved; padding is -inf."""
-        raise NotImplementedError
-
-    def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
-        """Return the gradient with respect to x; the first of equal maxima, row by row, takes all of it."""
-        raise NotImplementedError
-
-    def avg_pool2d(self, x: Array, windows: Windows) -> Array:
-        """Return the mean of each window; padding is 0 and counts."""
-        raise NotImplementedError
-
-    def avg_pool2d_backward(self, g: Array, shape: Shape, windows: Windows) -> Array:
-        """Return the gradient with respect to x of the given shape."""
-        raise NotImplementedError
-
     # -- attention -----------------------------------------------------------------------------------------
 
     def attention(
@@ -289,6 +290,7 @@ class Kernels(UpdateKernels):
         keys: Array | None,
         keep: Array | None,
         keep_scale: float,
+        engine: str = "auto",
     ) -> tuple[Array, Any]:
         """Return softmax(scale * q k^T) v and saved, for q (N, H, T, D), k and v (N, H, S, D).
 
@@ -299,19 +301,64 @@ class Kernels(UpdateKernels):
             keys: boolean (N, S), False where a key is padding; a query without any key gives 0.
             keep: boolean (N, H, T, S), False where dropout takes a weight away.
             keep_scale: factor on the others.
+            engine: ``"plain"`` (products and a softmax), ``"cudnn"``, or ``"auto"``: cuDNN where it has this attention.
+
+        Raises:
+            ValueError: ``"cudnn"`` for what it has not.
+            MissingDependencyError: ``"cudnn"`` without its package.
         """
         raise NotImplementedError
 
     def attention_backward(
-        self, g: Array, saved: Any, scale: float, keep: Array | None, keep_scale: float
+        self,
+        g: Array,
+        saved: Any,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+        into: tuple[Array, Array, Array] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return the gradients of :meth:`attention` with respect to q, k and v."""
+        """Return the gradients of :meth:`attention` with respect to q, k and v, in the arrays ``into`` if given.
+
+        Without ``deterministic`` cuDNN may add in an order of its own, faster, with other last bits each time.
+        """
+        raise NotImplementedError
+
+    def self_attention(
+        self,
+        qkv: Array,
+        scale: float,
+        causal: bool,
+        keys: Array | None,
+        keep: Array | None,
+        keep_scale: float,
+        engine: str = "auto",
+    ) -> tuple[Array, Any]:
+        """Return :meth:`attention` as (N, T, H * D), and saved, for qkv (N, T, 3, H, D): queries, keys, values."""
+        raise NotImplementedError
+
+    def self_attention_backward(
+        self,
+        g: Array,
+        saved: Any,
+        shape: Shape,
+        scale: float,
+        keep: Array | None,
+        keep_scale: float,
+        deterministic: bool = True,
+    ) -> Array:
+        """Return the gradient of :meth:`self_attention` with respect to qkv of ``shape``."""
         raise NotImplementedError
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        """Return whether :meth:`cross_entropy` of these can check the target itself, which saves launches."""
+        raise NotImplementedError
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
         """Return the sum over rows of -log softmax(logits)[target], and what its backward needs.
 
@@ -320,14 +367,19 @@ class Kernels(UpdateKernels):
             target: integers (N,), each in 0..C-1 or ``ignore_index`` (checked by the caller).
             ignore_index: the target of rows that add nothing.
             count: what :meth:`check_class_indices` returned, where it is known: a hint that may save work.
+            check: do what :meth:`check_class_indices` does too, and write the count into ``count``; only where
+                :meth:`checks_with_loss`.
 
         Returns:
             (sum, saved): the sum is 0-d, of the dtype of logits, but float32 for 16-bit logits.
         """
         raise NotImplementedError
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
-        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g."""
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
+        """Return g * (softmax(logits) - onehot(target)), rows of ``ignore_index`` zero, for 0-d g.
+
+        With ``own`` nothing else reads the logits any more, and the result may take their memory.
+        """
         raise NotImplementedError
 
     def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
@@ -367,6 +419,10 @@ class Kernels(UpdateKernels):
         self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
     ) -> Array:
         """Return the (rows, D) array of the sums of g over equal indices, in a fixed order."""
+        raise NotImplementedError
+
+    def token_embedding(self, tokens: Array, positions: Array, index: Array) -> Array:
+        """Return ``tokens[index] + positions[:T]`` for an index (N, T), with the checks of :meth:`embedding`."""
         raise NotImplementedError
 
     def scatter(self, g: Array, index: Any, shape: Shape) -> Array:

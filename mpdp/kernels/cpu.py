@@ -16,10 +16,12 @@ import numpy as np
 from . import random
 from .attention import CpuAttention
 from .base import Array, Shape
+from .board import Board, HostBoard
 from .channels import CpuChannels
 from .cpu_indices import CpuIndices
 from .cpu_rows import CpuRows
 from .cpu_windows import CpuWindows
+from .plan_book import PlanBook
 from .precision import is_floating, is_half, rounded_once, wide
 from .updates import CpuUpdates
 
@@ -35,6 +37,12 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
 
     xp: ModuleType = np
     device_kind = "cpu"
+
+    def __init__(self) -> None:
+        self.plan_book = PlanBook()
+
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        return HostBoard(self, slots, numbers, sources, reports)
 
     def from_host(self, array: Array) -> Array:
         return np.asarray(array)
@@ -73,16 +81,38 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
             panel += np.matmul(a[start : start + rows], b, out=scratch[: len(panel)])
         return out
 
-    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        if is_half(x.dtype):
-            wider = np.matmul(x.astype(np.float32), weight.astype(np.float32).T)
-            if bias is not None:
-                wider += bias
-            return wider.astype(x.dtype)
+    def linear(
+        self, x: Array, weight: Array, bias: Array | None, activation: str | None = None
+    ) -> tuple[Array, Any]:
+        dtype = x.dtype
+        if is_half(dtype):
+            x, weight = x.astype(np.float32), weight.astype(np.float32)
         out = np.matmul(x, weight.T)
         if bias is not None:
             out += bias
-        return out
+        if activation == "gelu":
+            out, saved = self.gelu(out)
+            return out.astype(dtype, copy=False), saved
+        if activation == "relu":
+            np.maximum(out, 0, out=out)
+        out = out.astype(dtype, copy=False)
+        return out, out if activation == "relu" else None
+
+    def activation_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        sums: bool = False,
+        out: Array | None = None,
+        beta: float = 0.0,
+    ) -> tuple[Array, Array | None]:
+        if activation is not None:
+            g = self.relu_backward(g, saved) if activation == "relu" else self.gelu_backward(g, saved)
+        return g, self.sum_to(g, g.shape[1:], out, beta) if sums else None
+
+    def spare_multiprocessors(self, count: int) -> None:
+        pass  # a CPU has none
 
     # -- reductions ----------------------------------------------------------------------------------------
 
@@ -116,6 +146,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
         return total if out is None or total is out else self.store(total, out, beta)
 
     # -- elementwise ---------------------------------------------------------------------------------------
+
+    def add(self, a: Array, b: Array) -> Array:
+        return np.add(a, b)
 
     @rounded_once
     def relu(self, x: Array) -> Array:
@@ -184,9 +217,9 @@ class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAt
         return out
 
     def keep_mask(
-        self, key: tuple[int, int], step: int, start: int, count: int, elements: int, threshold: int
+        self, key: tuple[int, int], step: Any, start: Any, count: int, elements: int, threshold: int
     ) -> Array:
-        return random.bits(key, step, start, count, elements) >= np.uint32(threshold)
+        return random.bits(key, int(step), int(start), count, elements) >= np.uint32(threshold)
 
 
 KERNELS = CpuKernels()

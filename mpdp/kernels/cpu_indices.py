@@ -42,6 +42,10 @@ class CpuIndices(Kernels):
             )
         return weight[index]
 
+    def token_embedding(self, tokens: Array, positions: Array, index: Array) -> Array:
+        out = self.embedding(tokens, index)
+        return self.store(positions[: index.shape[1]], out, 1.0)
+
     def embedding_backward(
         self, g: Array, index: Array, rows: int, out: Array | None = None, beta: float = 0.0
     ) -> Array:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Kernels
+from .base import Array
+from .norms import NormsInParts
 from .precision import wide
 
 
-class CpuRows(Kernels):
+class CpuRows(NormsInParts):
     """Softmax, layer norm and losses with NumPy. **Local.**"""
 
     # -- softmax -------------------------------------------------------------------------------------------
@@ -85,9 +86,13 @@ class CpuRows(Kernels):
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        return False
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
+        assert not check, "checks_with_loss() says so"
         rows, classes = logits.shape
         dtype = wide(logits.dtype)
         if rows == 0:
@@ -111,7 +116,7 @@ class CpuRows(Kernels):
         total = np.add.reduce(losses, dtype=np.float64)
         return np.asarray(total, dtype=dtype), (power, norm, where, ignored, logits.dtype)
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
         power, norm, where, ignored, dtype = saved
         if norm is None:
             return np.zeros(power.shape, dtype)

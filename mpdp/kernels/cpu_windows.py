@@ -17,6 +17,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from .base import Array
+from .image_interface import Into
 from .precision import is_half, rounded_once, wide
 from .windows import Pair, PlainWindows, Windows
 
@@ -32,10 +33,17 @@ class CpuWindows(PlainWindows):
 
     @rounded_once
     def conv2d(
-        self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        windows: Windows,
+        groups: int,
+        relu: bool,
+        engine: str = "auto",
     ) -> Array:
-        if not _is_wide(x.shape, windows, groups):
-            return super().conv2d(x, weight, bias, windows, groups, relu)
+        if engine == "cudnn" or not _is_wide(x.shape, windows, groups):
+            return super().conv2d(x, weight, bias, windows, groups, relu, engine)
         count = windows.fit(*x.shape[2:])
         out = np.empty((len(x), len(weight), *count), x.dtype)
         rows = _Rows(x, windows, count, len(weight))
@@ -64,6 +72,8 @@ class CpuWindows(PlainWindows):
         windows: Windows,
         groups: int,
         wants: tuple[bool, bool, bool],
+        into: Into = (None, None),
+        engine: str = "auto",
     ) -> tuple[Array | None, Array | None, Array | None]:
         if is_half(x.dtype):  # as rounded_once; the sums over samples stay float32
             g, wider, weight = (a.astype(np.float32) for a in (g, x, weight))

@@ -2,10 +2,10 @@
 
 This file holds storage, reductions and elementwise forms and assembles the class. Products are in
 ``cuda_products``, rows (softmax, layer norm, losses) in ``cuda_rows``, indices in ``cuda_indices``, optimizers
-and checks in ``cuda_updates``, random masks in ``cuda_random``; ``windows``, ``channels`` and ``attention`` are
-plain array calls for every device; ``cuda_source`` compiles and launches what lies
-in ``cuda_src``. Every sum is added in a fixed order, so a call repeats its bits. ``tests`` compares each method
-with the one of the CPU. Importing this module needs no CuPy; making the class does.
+and checks in ``cuda_updates``, random masks in ``cuda_random``, layer norm in ``cuda_norms``, attention in
+``cuda_attention``, convolution and pooling in ``cuda_images``, batch norm in ``cuda_channels``; ``cuda_source``
+compiles and launches what lies in ``cuda_src``. Every sum is added in a fixed order, so a call repeats its bits.
+``tests`` compares each method with the one of the CPU. Importing this module needs no CuPy; making the class does.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
-from .attention import PlainAttention
 from .base import Array, Shape
-from .channels import ChannelKernels
+from .board import Board
+from .cuda_attention import CudaAttention
+from .cuda_board import CudaBoard
+from .cuda_channels import CudaChannels
+from .cuda_images import CudaImages
 from .cuda_indices import CudaIndices
+from .cuda_norms import CudaNorms
 from .cuda_products import CudaProducts
 from .cuda_random import CudaRandom
 from .cuda_rows import CudaRows
 from .cuda_source import THREADS, loop_blocks, types
 from .cuda_updates import CudaUpdates
 from .precision import is_floating, wide
-from .windows import PlainWindows
 
 _CHUNK_ROWS = 128  # rows that a chunk of a column sum has at least: a small batch takes one launch
 _MOST_CHUNKS = 256
@@ -34,8 +37,8 @@ _WANTED_BLOCKS = 1056  # eight blocks a multiprocessor of an H200; a constant, s
 
 
 class CudaKernels(
-    CudaUpdates, CudaRows, CudaIndices, CudaProducts, CudaRandom, PlainWindows, ChannelKernels, PlainAttention
-):
+    CudaUpdates, CudaNorms, CudaRows, CudaIndices, CudaProducts, CudaRandom, CudaImages, CudaChannels, CudaAttention,
+):  # fmt: skip
     """CuPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**
 
     Args:
@@ -61,6 +64,9 @@ class CudaKernels(
                 "at nvidia-smi and CUDA_VISIBLE_DEVICES"
             )
 
+    def board(self, slots: int, numbers: int, sources: int, reports: int) -> Board:
+        return CudaBoard(self, slots, numbers, sources, reports)
+
     # -- storage -------------------------------------------------------------------------------------------
 
     def from_host(self, array: Array) -> Array:
@@ -71,10 +77,11 @@ class CudaKernels(
         return self.xp.asnumpy(array)
 
     def store(self, value: Array, out: Array, beta: float = 0.0) -> Array:
+        into, value = self._as_they_lie(out, value)
         if beta == 0.0:
-            self.xp.copyto(out, value)
+            self.xp.copyto(into, value)
         else:
-            self.xp.add(out, value, out=out)
+            self.xp.add(into, value, out=into)
         return out
 
     # -- reductions ----------------------------------------------------------------------------------------
@@ -95,7 +102,10 @@ class CudaKernels(
             return x if out is None else self.store(x, out, beta)
         lead = x.ndim - len(shape)
         if len(shape) == 1 and x.shape[-1] == shape[0] and is_floating(x.dtype):
-            return self._column_sums(x.reshape(math.prod(x.shape[:-1]), shape[0]), None, out, beta)
+            rows = x.reshape(math.prod(x.shape[:-1]), shape[0])
+            return self.activation_backward(rows, None, None, True, out, beta)[1]
+        if lead == 1 and x.shape[1:] == shape and is_floating(x.dtype):
+            return self._first_axis_sums(x, out, beta)
         axes = tuple(range(lead))
         axes += tuple(i + lead for i, n in enumerate(shape) if n == 1 and x.shape[i + lead] != 1)
         total = x.sum(axis=axes, dtype=wide(x.dtype)).reshape(shape)
@@ -138,13 +148,28 @@ class CudaKernels(
 
     def _map(self, name: str, *arrays: Array) -> Array:
         """Run a function of one element over arrays of one shape and dtype."""
-        first = arrays[0]
+        first, *others = self._as_they_lie(*arrays)
         out = self.xp.empty(first.shape, first.dtype)
         if out.size:
-            flat = [self.flat(a) for a in arrays]
+            flat = [self.flat(a) for a in (first, *others)]
             blocks = loop_blocks(out.size)
             self.launch("elementwise", name, types(out.dtype), blocks, THREADS, *flat, out, out.size)
-        return out
+        return out if first is arrays[0] else self.channels_first(out)
+
+    def _as_they_lie(self, *arrays: Array) -> tuple[Array, ...]:
+        """Return the arrays themselves, or views with channels last where all of them lie so."""
+        if all(a.ndim == 4 and not a.flags.c_contiguous for a in arrays):
+            views = [a.transpose(0, 2, 3, 1) for a in arrays]
+            if all(view.flags.c_contiguous for view in views):
+                return tuple(views)
+        return arrays
+
+    def add(self, a: Array, b: Array) -> Array:
+        first, other = self._as_they_lie(a, b)
+        out = self.xp.add(first, other)
+        if out.dtype != a.dtype:  # older ml_dtypes
+            out = out.astype(a.dtype)
+        return out if first is a else self.channels_first(out)
 
     def relu(self, x: Array) -> Array:
         return self._map("relu", x) if is_floating(x.dtype) else self.xp.maximum(x, 0)

@@ -21,8 +21,10 @@ _SITES = {
     _EMBEDDING: "embedding: expected indices in 0..{last}, got {found}; check the tokens or the size of the table",
 }
 _CHUNK = 65_536  # indices that one block checks
-_TILE = 64  # as in indices.cu
-_WIDEST = 32 * 65_535  # a grid has no more rows of blocks
+_RUN, _MERGED, _PIECE = 256, 16, 16  # as in segments.cu
+_MOST = 2**32 - 1
+_SUM_THREADS = 128
+_WANTED_THREADS = 60_000  # of a sum whose threads read one number of each row after the other
 
 
 class CudaIndices(CudaBase):
@@ -59,10 +61,6 @@ class CudaIndices(CudaBase):
         if index.size == 0:
             count.fill(0)
             return count
-        if self._record is None:
-            fields = xp.cuda.alloc_pinned_memory(64)
-            self._record = np.frombuffer(fields, np.int64, 8)
-            self._record[:] = 0
         flat = self.flat(index)
         shape = index.shape
         inner = math.prod(shape[1:])
@@ -71,7 +69,7 @@ class CudaIndices(CudaBase):
         chunks = -(-index.size // _CHUNK)
         counts, firsts = (xp.empty(chunks, np.int64) if chunks > 1 else None for _ in range(2))
         threads = 1024 if index.size > THREADS else THREADS
-        address = self._record.ctypes.data
+        address = self._findings()
         self.launch(
             "indices", "check", built, chunks, threads, flat, index.size, _CHUNK, ignore or 0, ignore is not None,
             count, counts, firsts, address, *where,
@@ -80,6 +78,26 @@ class CudaIndices(CudaBase):
             found = count, counts, firsts, address
             self.launch("indices", "check_finish", built, 1, 1024, flat, chunks, *found, *where)
         return count
+
+    def _findings(self) -> int:
+        """Return the address of the record that checks write into."""
+        if self._record is None:
+            fields = self.xp.cuda.alloc_pinned_memory(64)
+            self._record = np.frombuffer(fields, np.int64, 8)
+            self._record[:] = 0
+        return int(self._record.ctypes.data)
+
+    def _check_and_loss(
+        self, logits: Array, target: Array, ignore: int, count: Array, *outputs: Array
+    ) -> None:
+        """Check few targets, count them, and write tops, sums and the loss of their rows; see indices.cu."""
+        rows, width = logits.shape
+        where = width, _TARGET, 1, 1, *whole_number(self._step)
+        built = ("INDEX", integer(target.dtype), *types(logits.dtype, outputs[-1].dtype))
+        self.launch(
+            "indices", "check_and_loss", built, 1, 1024, target, rows, width, ignore, count, self._findings(),
+            logits, *outputs, *where,
+        )  # fmt: skip
 
     def check_class_indices(self, target: Array, classes: int, ignore_index: int | None) -> Array:
         return self._check(target, classes, _TARGET, ignore_index)
@@ -106,37 +124,79 @@ class CudaIndices(CudaBase):
             out, beta = xp.empty((rows, width), g.dtype), 0.0
         if out.size == 0:
             return out
-        if index.size == 0:
-            if beta == 0.0:
-                out.fill(0)
-            return out
-        # Sorted segments: a stable sort fixes the order of the sums, and each row is written once.
-        keys = index.reshape(-1).astype(np.int64, copy=False)
-        order = xp.argsort(keys)
-        ordered = keys[order]
-        count = keys.size
-        built = ("INDEX", "i64", *types(g.dtype, out.dtype))
-        starts = xp.empty(rows + 1, np.int64)
-        blocks = count // THREADS + 1
-        self.launch("indices", "segment_starts", built, blocks, THREADS, ordered, starts, count, rows)
-        g = self.flat(g)
-        tiles = xp.empty((count // _TILE, width), wide(g.dtype))
-        if tiles.size:
-            self.launch(
-                "indices", "tile_sums", built, -(-tiles.size // THREADS), THREADS,
-                g, ordered, order, tiles, count, width,
-            )  # fmt: skip
         target = out if out.flags.c_contiguous else xp.empty(out.shape, out.dtype)
         accumulate = beta != 0.0 and target is out
-        wide_rows = 32 <= width <= _WIDEST
-        self.launch(
-            "indices",
-            "segment_sums",
-            built,
-            (-(-rows // 8), -(-width // 32)) if wide_rows else -(-out.size // THREADS),
-            (32, 8) if wide_rows else THREADS,
-            *(g, order, starts, tiles, target, rows, width, accumulate),
-        )
+        if not accumulate:
+            target.fill(0)
+        count = index.size
+        if count:
+            g = self.flat(g)
+            ordered = self._ordered(index, rows)
+            pack = _pack(width, g, target)
+            built = ("INDEX", integer(index.dtype), *types(g.dtype, target.dtype), "N", pack)
+            pieces = -(-count // _PIECE)
+            parts = xp.empty((pieces, 2, width), wide(g.dtype))
+            blocks = -(-pieces * (width // pack) // _SUM_THREADS)
+            shape = count, width, accumulate
+            self.launch(
+                "segments", "piece_sums", built, blocks, _SUM_THREADS, g, ordered, parts, target, *shape
+            )
+            self.launch(
+                "segments", "piece_finish", built, blocks, _SUM_THREADS, ordered, parts, target, *shape
+            )
+        return out if target is out else self.store(target, out, beta)
+
+    def _ordered(self, index: Array, rows: int) -> Array:
+        """Return the indices, each with its position below it in 64 bits, in ascending order."""
+        if max(rows, index.size) >= _MOST:
+            raise ValueError(
+                f"index: expected fewer than 2^32 - 1 rows and indices, got {rows} and {index.size}; cut them"
+            )
+        count = index.size
+        built = ("INDEX", integer(index.dtype), *types(np.float32, np.float32), "N", 1)
+        ordered = self.xp.empty(count, np.uint64)
+        blocks = -(-count // _RUN)
+        self.launch("segments", "sort_runs", built, blocks, _RUN, self.flat(index), ordered, count, rows)
+        length = _RUN
+        while length < count:
+            merged = self.xp.empty(count, np.uint64)
+            blocks = -(-count * _MERGED // THREADS)
+            self.launch("segments", "merge_runs", built, blocks, THREADS, ordered, merged, count, length)
+            ordered, length = merged, length * _MERGED
+        return ordered
+
+    def token_embedding(self, tokens: Array, positions: Array, index: Array) -> Array:
+        rows, width = tokens.shape
+        length = index.shape[-1]
+        self._check(index, rows, _EMBEDDING, None)
+        out = self.xp.empty((*index.shape, width), tokens.dtype)
+        if out.size:
+            tokens, positions = self.flat(tokens), self.flat(positions)
+            pack = _pack(width, tokens, positions, out)
+            built = ("INDEX", integer(index.dtype), *types(tokens.dtype, tokens.dtype), "N", pack)
+            self.launch(
+                "tokens", "token_sums", built, -(-out.size // pack // THREADS), THREADS,
+                tokens, positions, self.flat(index), out, index.size, rows, length, width,
+            )  # fmt: skip
+        return out
+
+    def _first_axis_sums(self, g: Array, out: Array | None, beta: float) -> Array:
+        """Return the sum of g (count, ...) over its first axis, in order."""
+        if out is None:
+            out, beta = self.xp.empty(g.shape[1:], g.dtype), 0.0
+        target = out if out.flags.c_contiguous else self.xp.empty(out.shape, out.dtype)
+        if target.size:
+            g = self.flat(g)
+            pack = _pack(target.size, g, target)
+            while pack > 2 and target.size // pack < _WANTED_THREADS:
+                pack //= 2
+            built = ("INDEX", "int", *types(g.dtype, target.dtype), "N", pack)
+            blocks = -(-target.size // pack // _SUM_THREADS)
+            accumulate = beta != 0.0 and target is out
+            self.launch(
+                "tokens", "first_axis_sums", built, blocks, _SUM_THREADS,
+                g, target, len(g), target.size, accumulate,
+            )  # fmt: skip
         return out if target is out else self.store(target, out, beta)
 
     def scatter(self, g: Array, index: Any, shape: Shape) -> Array:
@@ -156,3 +216,11 @@ class CudaIndices(CudaBase):
         size = math.prod(shape)
         chosen = xp.arange(size).reshape(shape)[index]
         return self.embedding_backward(g.reshape(chosen.size, 1), chosen.reshape(-1), size).reshape(shape)
+
+
+def _pack(width: int, *arrays: Array) -> int:
+    """Return how many neighbours a thread takes at once: up to 16 bytes of the first array, if all allow it."""
+    n = 16 // arrays[0].dtype.itemsize
+    while n > 1 and (width % n or any(a.data.ptr % min(16, n * a.dtype.itemsize) for a in arrays)):
+        n //= 2
+    return n

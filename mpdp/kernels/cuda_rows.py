@@ -14,6 +14,8 @@ from .base import Array
 from .cuda_source import THREADS, CudaBase, integer, loop_blocks, stored, types
 from .precision import wide
 
+_CLASSES = 2048  # shortest row of logits that a block takes 16 bytes at a time
+_CLASS_THREADS = 512
 _WARP_WIDTH = 1024  # longest row that one warp works on; a block of threads takes longer ones
 _SPAN = 4096  # elements that one block adds
 _ONE_BLOCK = 16_384  # elements up to which one block adds all
@@ -21,6 +23,8 @@ _ONE_BLOCK = 16_384  # elements up to which one block adds all
 
 class CudaRows(CudaBase):
     """Softmax, layer norm and losses. **Local.**"""
+
+    _check_and_loss: Any  # of kernels.cuda_indices
 
     def _rows(
         self,
@@ -98,23 +102,44 @@ class CudaRows(CudaBase):
 
     # -- losses --------------------------------------------------------------------------------------------
 
+    def checks_with_loss(self, logits: Array, target: Array) -> bool:
+        return logits.ndim == 2 and 0 < logits.size <= _ONE_BLOCK and logits.shape[1] <= _WARP_WIDTH
+
     def cross_entropy(
-        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None
+        self, logits: Array, target: Array, ignore_index: int, count: Array | None = None, check: bool = False
     ) -> tuple[Array, Any]:
         logits, target = self.flat(logits), self.flat(target)
+        if check:
+            tops, sums = (self.xp.empty(len(logits), wide(logits.dtype)) for _ in range(2))
+            total = self.xp.empty((), tops.dtype)
+            self._check_and_loss(logits, target, int(ignore_index), count, tops, sums, total)
+            return total, (logits, target, int(ignore_index), tops, sums)
         losses, tops, sums = (self.xp.empty(len(logits), wide(logits.dtype)) for _ in range(3))
         saved = logits, target, int(ignore_index), tops, sums
-        index = integer(target.dtype)
-        self._rows("cross_entropy", logits.shape, logits.dtype, *saved, losses, index=index)
+        if _many_classes(logits):
+            self._classes("classes_loss", target.dtype, logits, *saved, losses)
+        else:
+            index = integer(target.dtype)
+            self._rows("cross_entropy", logits.shape, logits.dtype, *saved, losses, index=index)
         return self._total(losses), saved
 
-    def cross_entropy_backward(self, g: Array, saved: Any) -> Array:
+    def cross_entropy_backward(self, g: Array, saved: Any, own: bool = False) -> Array:
         logits, target, *_ = saved
-        out = self.xp.empty(logits.shape, logits.dtype)
-        if out.size:
+        out = logits if own else self.xp.empty(logits.shape, logits.dtype)
+        if out.size == 0:
+            return out
+        if _many_classes(logits):
+            self._classes("classes_loss_backward", target.dtype, logits, g, *saved, out)
+        else:
             index = integer(target.dtype)
             self._rows("cross_entropy_backward", logits.shape, logits.dtype, g, *saved, out, index=index)
         return out
+
+    def _classes(self, name: str, index: Any, logits: Array, *arguments: Any) -> None:
+        """Launch a kernel with a block a row of many classes."""
+        built = (*types(logits.dtype), "INDEX", integer(index), "COUNT", _CLASS_THREADS)
+        rows, width = logits.shape
+        self.launch("classes", name, built, rows, _CLASS_THREADS, *arguments, width)
 
     def squared_error(self, output: Array, target: Array) -> tuple[Array, Any]:
         if target.dtype == wide(output.dtype):  # a float32 target is not rounded to 16 bits
@@ -151,3 +176,12 @@ class CudaRows(CudaBase):
             values = parts
         self.launch("spans", "total", types(values.dtype, out.dtype), 1, 1024, values, out, values.size)
         return out
+
+
+def _many_classes(logits: Array) -> bool:
+    """Return whether rows of logits are long, and packs of 16 bytes lie evenly in them."""
+    rows, width = logits.shape
+    size = logits.dtype.itemsize
+    return (
+        rows > 0 and width >= _CLASSES and size <= 4 and width * size % 16 == 0 and logits.data.ptr % 16 == 0
+    )

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..device import Device
 from .base import Array, Kernels
+from .plan_book import PlanBook
 
 FOLDER = Path(__file__).parent / "cuda_src"
 THREADS = 256
@@ -31,7 +32,7 @@ _INTEGERS = {
     "uint64": "u64",
 }
 _PLAIN = (int, float)
-_EXACT = {"updates"}  # sources that are built without fused multiply-add, to have NumPy's bits
+_EXACT = {"updates", "step"}  # sources that are built without fused multiply-add, to have NumPy's bits
 
 
 @cache  # asking a dtype for its name costs a microsecond
@@ -128,6 +129,7 @@ class CudaBase(Kernels):
     def __init__(self, ordinal: int) -> None:
         self.device = Device("cuda", ordinal)
         self.xp = self.device.xp
+        self.plan_book = PlanBook()
         self._functions: dict[tuple[Any, ...], Callable[..., None]] = {}
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._runtime: Any = self.xp.cuda.runtime

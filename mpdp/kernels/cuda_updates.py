@@ -50,6 +50,7 @@ class CudaUpdates(CudaBase):
         nesterov: bool,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
         if weights.size == 0:
             return
@@ -58,7 +59,7 @@ class CudaUpdates(CudaBase):
         scale, lr, weight_decay = self._there(scale), self._there(lr), self._there(weight_decay)
         self.launch(
             "updates", "sgd", built, _blocks(weights), THREADS, weights, copy, gradient, velocity, weights.size,
-            *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov,
+            *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov, when,
         )  # fmt: skip
 
     def adam(
@@ -76,6 +77,7 @@ class CudaUpdates(CudaBase):
         shrink: Any,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
         if weights.size == 0:
             return
@@ -87,7 +89,7 @@ class CudaUpdates(CudaBase):
         self.launch(
             "updates", "adam", built, _blocks(weights), THREADS, weights, copy, gradient, mean, variance, weights.size,
             *number(scale), *number(step), *number(eps), *(float(beta) for beta in betas),
-            *number(weight_decay), decays, *number(shrink), shrinks,
+            *number(weight_decay), decays, *number(shrink), shrinks, when,
         )  # fmt: skip
 
     def _there(self, value: Any) -> Any:
@@ -99,6 +101,14 @@ class CudaUpdates(CudaBase):
         if x.size:
             built = types(x.dtype, np.float64)
             self.launch("spans", "span_squares", built, len(out), THREADS, self.flat(x), out, x.size, span)
+        return out
+
+    def squared_norm(self, x: Any, span: int = 4096) -> Any:
+        spans, out = self.sum_of_squares(x, span), self.xp.empty((), np.float64)
+        built = types(np.float64, np.float64)
+        self.launch(
+            "spans", "total", built, 1, THREADS, spans, out, spans.size
+        )  # as `decide` of step.cu adds
         return out
 
     def checksum(self, array: Any) -> int:

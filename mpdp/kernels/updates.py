@@ -89,6 +89,7 @@ class UpdateKernels:
         nesterov: bool,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
         """Do one step of gradient descent on a range.
 
@@ -110,6 +111,7 @@ class UpdateKernels:
             nesterov: look ahead along the velocity.
             scratch: from :meth:`update_scratch`.
             copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
+            when: 0-d int64 array, read when the kernel runs: 0 leaves everything as it is. None for always.
         """
         raise NotImplementedError
 
@@ -128,6 +130,7 @@ class UpdateKernels:
         shrink: Scalars,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
         """Do one step of Adam on a range; the caller has folded the bias corrections into two numbers.
 
@@ -151,6 +154,7 @@ class UpdateKernels:
             shrink: 1 - lr * decay (AdamW), 1.0 for none; may be a column.
             scratch: from :meth:`update_scratch`.
             copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
+            when: 0-d int64 array, read when the kernel runs: 0 leaves everything as it is. None for always.
         """
         raise NotImplementedError
 
@@ -167,6 +171,10 @@ class UpdateKernels:
         Returns:
             float64 array of shape (ceil(len(x) / span),).
         """
+        raise NotImplementedError
+
+    def squared_norm(self, x: Any, span: int = 4096) -> Any:
+        """Return the float64 sum of :meth:`sum_of_squares` in a fixed order: a float, or on a GPU a 0-d array."""
         raise NotImplementedError
 
     def checksum(self, array: Any) -> int:
@@ -238,7 +246,10 @@ class CpuUpdates(UpdateKernels):
         nesterov: bool,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
+        if when is not None and not when:
+            return
         work = scratch.dtype
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
         if velocity is None and not decays:
@@ -295,7 +306,10 @@ class CpuUpdates(UpdateKernels):
         shrink: Scalars,
         scratch: Any,
         copy: Any = None,
+        when: Any = None,
     ) -> None:
+        if when is not None and not when:
+            return
         work = scratch.dtype
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
         shrinks = not (isinstance(shrink, float) and shrink == 1.0)
@@ -351,6 +365,9 @@ class CpuUpdates(UpdateKernels):
                 tail[...] = x[whole * span :]
                 out[whole] = np.dot(tail, tail)
         return out
+
+    def squared_norm(self, x: Any, span: int = 4096) -> float:
+        return float(self.sum_of_squares(x, span).sum())
 
     def checksum(self, array: Any) -> int:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

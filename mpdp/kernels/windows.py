@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from .base import Array, Kernels
+from .base import Array, Kernels, Shape
+from .image_interface import Into
 from .precision import wide
 
 Pair = tuple[int, int]
@@ -66,8 +67,19 @@ class PlainWindows(Kernels):
     # -- convolution ---------------------------------------------------------------------------------------
 
     def conv2d(
-        self, x: Array, weight: Array, bias: Array | None, windows: Windows, groups: int, relu: bool
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        windows: Windows,
+        groups: int,
+        relu: bool,
+        engine: str = "auto",
     ) -> Array:
+        if engine == "cudnn":
+            raise ValueError(
+                f'engine: expected "auto" or "plain" on {self.device}, got "cudnn"; cuDNN needs a GPU'
+            )
         n, _, height, width = x.shape
         count, outputs = windows.fit(height, width), len(weight)
         out = self.xp.empty((n, outputs, *count), x.dtype)
@@ -90,6 +102,8 @@ class PlainWindows(Kernels):
         windows: Windows,
         groups: int,
         wants: tuple[bool, bool, bool],
+        into: Into = (None, None),
+        engine: str = "auto",
     ) -> tuple[Array | None, Array | None, Array | None]:
         want_x, want_weight, want_bias = wants
         if out is not None:
@@ -200,3 +214,10 @@ class PlainWindows(Kernels):
         for rows, columns in windows.parts(windows.fit(height, width)):
             gx[:, :, rows, columns] += share
         return gx[:, :, down : down + height, across : across + width].astype(g.dtype, copy=False)
+
+    def global_avg_pool2d(self, x: Array) -> Array:
+        return self.mean(x, (2, 3))
+
+    def global_avg_pool2d_backward(self, g: Array, shape: Shape) -> Array:
+        scale = 1.0 / (math.prod(shape[2:]) or 1)
+        return self.xp.broadcast_to((g * scale).astype(g.dtype, copy=False).reshape(*g.shape, 1, 1), shape)

@@ -7,6 +7,7 @@ from typing import Any
 from .. import kernels
 from ..autodiff import Tensor, ops
 from ..autodiff.tensor import unwrap
+from ..kernels.base import ATTENTIONS
 from .init import Initialiser
 from .layers import Dropout, LayerNorm, Linear, length
 from .module import Module
@@ -24,6 +25,7 @@ class MultiHeadAttention(Module):
         dropout: probability with which a weight of the attention is dropped while training.
         bias: whether both products have one.
         dtype: of the parameters.
+        engine, deterministic: see ``ops.attention``; attributes too, to be set at any time.
         weight_init, bias_init: initialisers of both products; left out, those of ``Linear``.
 
     Attributes:
@@ -49,13 +51,18 @@ class MultiHeadAttention(Module):
         bias: bool = True,
         dtype: Any = "float32",
         *,
+        engine: str = "auto",
+        deterministic: bool = True,
         weight_init: Initialiser | None = None,
         bias_init: Initialiser | None = None,
     ) -> None:
         width, heads = length("width", width), length("heads", heads)
         if heads < 1 or width % heads:
             raise ValueError(f"width: expected a multiple of heads={heads}, got {width}; change one")
+        if engine not in ATTENTIONS:
+            raise ValueError(f"engine: expected one of {', '.join(ATTENTIONS)}, got {engine!r}; choose one")
         self.heads, self.causal = heads, bool(causal)
+        self.engine, self.deterministic = engine, bool(deterministic)
         options: dict[str, Any] = {"dtype": dtype, "weight_init": weight_init, "bias_init": bias_init}
         self.qkv = Linear(width, 3 * width, bias, **options)
         self.projection = Linear(width, width, bias, **options)
@@ -73,28 +80,27 @@ class MultiHeadAttention(Module):
             raise ValueError(
                 f"x: expected shape (sequences, positions, width), got {shape}; add an axis for one sequence"
             )
-        n, t, c = shape
-        parts = self.qkv(x).reshape(n, t, 3, self.heads, c // self.heads)
-        parts = parts.transpose(2, 0, 3, 1, 4)  # (3, N, H, T, D)
+        n, t, _ = shape
         keep = None
         if self.dropout is not None:
             keep = self.dropout.mask((n, self.heads, t, t), kernels.of(unwrap(x)))
-        mixed = ops.attention(
-            parts[0],
-            parts[1],
-            parts[2],
+        mixed = ops.self_attention(
+            self.qkv(x),
+            self.heads,
             causal=self.causal,
             key_mask=key_mask,
             keep=keep,
             p=0.0 if keep is None or self.dropout is None else self.dropout.p,
+            engine=self.engine,
+            deterministic=self.deterministic,
         )
-        return self.projection(mixed.transpose(0, 2, 1, 3).reshape(n, t, c))
+        return self.projection(mixed)
 
 
 class TransformerBlock(Module):
     """Attention and a two-layer perceptron, each behind a layer norm and beside the identity. **Local.**
 
-    ``x = x + attention(norm1(x))``, then ``x + down(gelu(up(norm2(x))))``.
+    ``x = x + attention(norm1(x))``, then ``x + down(up(norm2(x)))``, with GELU in ``up``.
 
     Args:
         width, heads, causal: see :class:`MultiHeadAttention`.
@@ -129,14 +135,36 @@ class TransformerBlock(Module):
         self.norm1 = LayerNorm(width, dtype=dtype)
         self.attention = MultiHeadAttention(width, heads, causal, dropout, **options)
         self.norm2 = LayerNorm(width, dtype=dtype)
-        self.up = Linear(width, hidden, **options)
+        self.up = Linear(width, hidden, activation="gelu", **options)
         self.down = Linear(hidden, width, **options)
         self.drop1 = Dropout(dropout) if dropout else None
         self.drop2 = Dropout(dropout) if dropout else None
 
     def forward(self, x: Any, key_mask: Any = None) -> Tensor:
         """Apply the block to x of shape (N, T, C); ``key_mask`` as in :class:`MultiHeadAttention`."""
-        added = self.attention(self.norm1(x), key_mask)
-        x = x + (added if self.drop1 is None else self.drop1(added))
-        added = self.down(ops.gelu(self.up(self.norm2(x))))
-        return x + (added if self.drop2 is None else self.drop2(added))
+        x, added = self.parts(x, None, key_mask)
+        return x + added
+
+    def parts(self, x: Any, added: Any = None, key_mask: Any = None) -> tuple[Any, Tensor]:
+        """Apply the block to ``x + added``, and return two tensors whose sum is the result.
+
+        What comes behind the block then adds and normalises in one pass, as the block itself does.
+        """
+        if added is None:
+            normal = self.norm1(x)
+        else:
+            x, normal = add_and_normalise(self.norm1, x, added)
+        added = self.attention(normal, key_mask)
+        if self.drop1 is not None:
+            added = self.drop1(added)
+        x, normal = add_and_normalise(self.norm2, x, added)
+        added = self.down(self.up(normal))
+        return x, added if self.drop2 is None else self.drop2(added)
+
+
+def add_and_normalise(norm: Any, x: Any, added: Any) -> tuple[Any, Any]:
+    """Return ``x + added`` and ``norm`` of it, in one pass where that is a plain ``LayerNorm``. **Local.**"""
+    if type(norm) is LayerNorm and not norm.recompute:
+        return norm.add(x, added)
+    x = x + added
+    return x, norm(x)

@@ -15,7 +15,7 @@ from .. import kernels
 from ..autodiff import Tensor, current_samples, ops
 from ..autodiff.samples import drawn
 from ..autodiff.tensor import unwrap
-from ..kernels.base import Kernels
+from ..kernels.base import ACTIVATIONS, Kernels
 from ..kernels.random import dropout_key, keep_threshold
 from . import init
 from .init import Initialiser
@@ -24,12 +24,13 @@ from .seeding import current_seed, next_dropout_index
 
 
 class Linear(Module):
-    """Compute ``x @ weight.T + bias``. **Local.**
+    """Compute ``activation(x @ weight.T + bias)``. **Local.**
 
     Args:
         inputs, outputs: i and o, 0 or more.
         bias: whether there is one.
         dtype: of the parameters.
+        activation: ``"relu"``, ``"gelu"`` (the tanh form) or None: as a layer behind this one, in one pass with it.
         weight_init, bias_init: initialisers; left out, both are uniform on +-1 / sqrt(i), as in PyTorch.
 
     Attributes:
@@ -50,10 +51,16 @@ class Linear(Module):
         bias: bool = True,
         dtype: Any = "float32",
         *,
+        activation: str | None = None,
         weight_init: Initialiser | None = None,
         bias_init: Initialiser | None = None,
     ) -> None:
         inputs, outputs = length("inputs", inputs), length("outputs", outputs)
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f'activation: expected None, "relu" or "gelu", got {activation!r}; put a layer behind this one'
+            )
+        self.activation = activation
         bound = 1.0 / math.sqrt(max(inputs, 1))
         default = init.uniform(-bound, bound)
         self.weight = init.parameter(weight_init or default, (outputs, inputs), dtype, "weight_init")
@@ -61,7 +68,7 @@ class Linear(Module):
 
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (..., i)."""
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, activation=self.activation)
 
 
 class Embedding(Module):
@@ -123,6 +130,10 @@ class LayerNorm(Module):
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (..., *shape)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def add(self, x: Any, added: Any) -> tuple[Tensor, Tensor]:
+        """Return ``x + added`` and the layer applied to it, in one pass; see :func:`ops.add_layer_norm`."""
+        return ops.add_layer_norm(x, added, self.weight, self.bias, eps=self.eps)
 
 
 class Dropout(Module):
@@ -225,10 +236,14 @@ class Flatten(Module):
         return ops.reshape(x, (shape[0], math.prod(shape[1:])))
 
 
+_ACTIVATIONS: dict[type, str] = {ReLU: "relu", GELU: "gelu"}
+
+
 class Sequential(Module):
     """Apply layers in order; any function of one argument will do. **Local.**
 
-    Parameters are named ``<index>.<name>``. It indexes, iterates and counts like its list of layers.
+    Parameters are named ``<index>.<name>``. It indexes, iterates and counts like its list of layers. A ``Linear``
+    with a ``ReLU`` or ``GELU`` behind it is computed in one pass with it.
 
     Args:
         layers: modules or functions.
@@ -253,8 +268,18 @@ class Sequential(Module):
 
     def forward(self, x: Any) -> Any:
         """Apply all layers to x."""
-        for layer in self:
+        layers = self._layers()
+        i = 0
+        while i < len(layers):
+            layer = layers[i]
+            if type(layer) is Linear and layer.activation is None and not layer.recompute:
+                behind = _ACTIVATIONS.get(type(layers[i + 1])) if i + 1 < len(layers) else None
+                if behind is not None:
+                    x = ops.linear(x, layer.weight, layer.bias, activation=behind)
+                    i += 2
+                    continue
             x = layer(x)
+            i += 1
         return x
 
     def __getitem__(self, index: int) -> Callable[..., Any]:

@@ -48,8 +48,10 @@ class Loss(Tensor):
         if total.shape != ():
             raise ValueError(f"total: expected a scalar tensor, got shape {total.shape}; sum it first")
         self.sum = total
-        xp = kernels.of(total.data).xp
-        self.count = xp.asarray(unwrap(count), dtype=xp.float64)
+        xp, count = kernels.of(total.data).xp, unwrap(count)
+        # A number reaches a GPU with the launch; an array would need a copy, which no graph can hold.
+        number = isinstance(count, int | float)
+        self.count = xp.full((), count, xp.float64) if number else xp.asarray(count, dtype=xp.float64)
         self._name = None
         self._key = 0
         self._mean: Tensor | None = None
@@ -100,6 +102,10 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
             f"on the last axis), got {labels.shape}; give one class index a row"
         )
     same_device("cross_entropy", logits, labels)
+    k = kernels.of(logits)
+    if labels.dtype.kind in "iu" and k.checks_with_loss(logits, labels):
+        count = k.xp.empty((), k.xp.float64)  # written beside the loss
+        return Loss(ops.cross_entropy(output, labels, ignore_index, count, check=True), count)
     count = check_class_indices(labels, logits.shape[-1], ignore_index)
     return Loss(ops.cross_entropy(output, labels, ignore_index, count), count)
 

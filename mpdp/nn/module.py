@@ -17,6 +17,23 @@ from ..autodiff import Buffer, Parameter, Tensor
 from ..device import Device, as_device
 
 _M = TypeVar("_M", bound="Module")
+_NOTHING = object()
+
+
+class Changes:
+    """What was changed on the modules of one model since somebody has begun to watch: counters that only grow.
+
+    Attributes:
+        version: assignments of attributes other than ``training``.
+        modes: assignments of ``training`` that changed it.
+    """
+
+    def __init__(self) -> None:
+        self.version = self.modes = 0
+
+    def anything(self) -> None:
+        """Count a change of something else that decides what a module does."""
+        self.version += 1
 
 
 class Module:
@@ -59,6 +76,22 @@ class Module:
     peers: Any = None
     averaged_buffers: tuple[str, ...] = ()
     recompute: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        changes = self.__dict__.get("_changes")
+        if changes is not None and getattr(self, name, _NOTHING) is not value:
+            if name == "training":
+                changes.modes += 1
+            else:
+                changes.version += 1
+        object.__setattr__(self, name, value)
+
+    def report_to(self, changes: Changes) -> None:
+        """Count in ``changes`` from now on what is assigned to this module's attributes.
+
+        Contents of a list or dict that an attribute holds are not looked at: assign a new one.
+        """
+        self.__dict__["_changes"] = changes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recompute:

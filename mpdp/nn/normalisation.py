@@ -82,8 +82,8 @@ class BatchNorm(Module):
         """Whether statistics are those of the global micro-batch."""
         return self.communicates
 
-    def forward(self, x: Any) -> Tensor:
-        """Apply the layer to x of shape (N, C, ...)."""
+    def forward(self, x: Any, residual: Any = None, relu: bool = False) -> Tensor:
+        """Apply the layer to x of shape (N, C, ...), add the residual, and take ReLU of that where it is asked for."""
         shape = unwrap(x).shape
         if len(shape) not in self.axes or shape[1] != len(self.running_mean):
             axes = " or ".join(str(count) for count in self.axes)
@@ -96,25 +96,17 @@ class BatchNorm(Module):
                 x,
                 self.weight,
                 self.bias,
+                residual,
                 eps=self.eps,
+                relu=relu,
                 peers=self.peers if self.communicates else None,
                 what=f"batch norm {self.path or ''}",
-                observe=self._observe,
+                running=(self.running_mean.data, self.running_var.data),
+                momentum=self.momentum,
             )
-        xp = kernels.of(unwrap(x)).xp
+        xp, mean = kernels.of(unwrap(x)).xp, self.running_mean.data
         rstd = 1 / xp.sqrt(self.running_var.data + self.eps)
-        return ops.scale_channels(x, self.running_mean.data, rstd, self.weight, self.bias)
-
-    def _observe(self, count: Any, mean: Any, squares: Any) -> None:
-        """Move the running statistics towards those of a batch."""
-        xp = kernels.of(mean).xp
-        # A batch of one value has no unbiased variance, an empty one no mean, and one with NaN ends the run: the
-        # numbers that a checkpoint may hold stay as they were. No branch, since the count may be on a GPU.
-        variance = squares / xp.maximum(count - 1, 1)
-        for buffer, value, least in ((self.running_mean, mean, 1), (self.running_var, variance, 2)):
-            old = buffer.data
-            moved = old + self.momentum * (value - old)
-            old[...] = xp.where(xp.logical_and(xp.isfinite(value), xp.asarray(count >= least)), moved, old)
+        return ops.scale_channels(x, mean, rstd, self.weight, self.bias, residual, relu=relu)
 
 
 class BatchNorm1d(BatchNorm):

@@ -37,6 +37,8 @@ class Adam(Optimizer):
     """
 
     slots = ("mean", "variance")
+    counted = True
+    _coupled = True  # decay acts through the gradient
 
     def __init__(
         self,
@@ -56,22 +58,53 @@ class Adam(Optimizer):
         if self.eps == 0.0:
             raise ValueError("eps: expected a number above 0, got 0.0; a zero gradient would divide by 0")
 
+    def numbers(self, lr: float, ahead: int = 0) -> np.ndarray:
+        assert self._common is not None, "parameters have different numbers of updates"
+        ratio, eps = self._correction(self._common + 1 + ahead)
+        rates = [lr * factor for factor in self._factors]
+        shrinks = [self._decay(rate, decay)[1] for rate, decay in zip(rates, self._decays)]
+        return np.array([[rate * ratio for rate in rates], [eps] * len(rates), shrinks])
+
+    def _update_captured(
+        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+    ) -> None:
+        step, eps, shrink = numbers
+        coupled, shrinks = self._decay(0.0, decay)
+        self._run(
+            gradient, start, stop, scale, step, eps, coupled, shrinks if self._coupled else shrink, when
+        )
+
     def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
         ratio, eps = self._corrections(start, stop)
         coupled, shrink = self._decay(lr, decay)
+        self._run(gradient, start, stop, scale, lr * ratio, eps, coupled, shrink)
+
+    def _run(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        scale: Any,
+        step: Any,
+        eps: Any,
+        coupled: Any,
+        shrink: Any,
+        when: Any = None,
+    ) -> None:
         self._kernels.adam(
             self._weights[start:stop],
             gradient,
             self.state["mean"][start:stop],
             self.state["variance"][start:stop],
             scale=scale,
-            step=lr * ratio,
+            step=step,
             eps=eps,
             betas=self.betas,
             weight_decay=coupled,
             shrink=shrink,
             scratch=self._scratch,
             copy=self._working_copy(start, stop),
+            when=when,
         )
 
     def _decay(self, lr: Any, decay: Any) -> tuple[Any, Any]:
@@ -136,6 +169,8 @@ class AdamW(Adam):
         groups: Sequence[Group] = (),
     ) -> None:
         super().__init__(lr, betas, eps, weight_decay, groups)
+
+    _coupled = False
 
     def _decay(self, lr: Any, decay: Any) -> tuple[Any, Any]:
         return 0.0, 1.0 - lr * decay

@@ -71,6 +71,7 @@ class Optimizer:
     """
 
     slots: tuple[str, ...] = ()
+    counted = False  # whether :meth:`numbers` depend on the updates that were done
 
     def __init__(self, lr: float, weight_decay: float = 0.0, groups: Sequence[Group] = ()) -> None:
         self.lr = non_negative("lr", lr)
@@ -93,6 +94,7 @@ class Optimizer:
         self._kernels: Any = None
         self._scratch: Any = None
         self._plan: Any = None
+        self._decay_column: Any = None  # decay of each block
         self._groups: Any = None  # group of each block, where the kernels want it
         self._owners: Any = None  # parameter of each block, likewise, once it is needed
         self._common: int | None = 0  # the count that all parameters share; None where they differ
@@ -156,6 +158,7 @@ class Optimizer:
         self.state, self.updates, self._common = {}, np.zeros(0, dtype=np.int64), 0
         self._layout = self._weights = self._copy = self._kernels = self._scratch = self._plan = None
         self._groups = self._owners = None
+        self._decay_column = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -168,6 +171,58 @@ class Optimizer:
         **Local.**
         """
         return None
+
+    def numbers(self, lr: float, ahead: int = 0) -> np.ndarray:
+        """Return the numbers that an update takes: float64 of shape (numbers of the rule, groups).
+
+        **Local.** The same bits as :meth:`apply` works out from ``lr``; the first row is the rate that multiplies the
+        step. All parameters must have got the same number of updates (see :attr:`in_step`).
+
+        Args:
+            lr: learning rate of the update.
+            ahead: updates under way that :meth:`finish_update` has not counted.
+        """
+        return np.array([[lr * factor for factor in self._factors]])
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all parameters have got the same number of updates."""
+        return self._common is not None
+
+    def prepare_captured(self) -> None:
+        """Make what :meth:`apply_captured` reads beside its arguments, before anything is captured. **Local.**"""
+        if self._decay_column is None and len(self._decays) > 1:
+            self._decay_column = self._kernels.column(np.array(self._decays), self._groups)
+
+    def apply_captured(self, gradient: Any, *, scale: Any, numbers: Any, when: Any, used: Any = None) -> None:
+        """Update all weights by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
+
+        **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before.
+
+        Args:
+            gradient: flat array over the trainable zone: sums over samples.
+            scale: 0-d float64 array, the factor on the gradient.
+            numbers: float64 array on the device, with the contents of :meth:`numbers`.
+            when: 0-d int64 array; nothing changes where it is 0.
+            used: as for :meth:`apply`.
+        """
+        block = self._layout.BLOCK
+        numbers = numbers.reshape(-1, len(self._factors))
+        for first, last, group in self._plan.ranges(0, self._layout.trainable_size, used):
+            if group is None:
+                of_block = self._groups[first // block : last // block]
+                values = [row[of_block] for row in numbers]
+                decay = self._decay_column[first // block : last // block]
+            else:
+                values = [row[group : group + 1].reshape(()) for row in numbers]
+                decay = self._decays[group]
+            self._update_captured(gradient[first:last], first, last, scale, values, decay, when)
+
+    def _update_captured(
+        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+    ) -> None:
+        """Apply the rule to one piece; ``numbers`` has an array a row of :meth:`numbers`, 0-d or one value a block."""
+        raise NotImplementedError
 
     def apply(self, gradient: Any, start: int, stop: int, *, scale: Any, lr: float, used: Any = None) -> None:
         """Update the weights of one range.

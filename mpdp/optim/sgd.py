@@ -50,7 +50,14 @@ class SGD(Optimizer):
             raise ValueError("nesterov: expected momentum above 0 with it, got 0.0; pass momentum=0.9")
         self.slots = ("momentum",) if self.momentum else ()
 
-    def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
+    def _update_captured(
+        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+    ) -> None:
+        self._update(gradient, start, stop, scale, numbers[0], decay, when)
+
+    def _update(
+        self, gradient: Any, start: int, stop: int, scale: Any, lr: Any, decay: Any, when: Any = None
+    ) -> None:
         self._kernels.sgd(
             self._weights[start:stop],
             gradient,
@@ -62,6 +69,7 @@ class SGD(Optimizer):
             nesterov=self.nesterov,
             scratch=self._scratch,
             copy=self._working_copy(start, stop),
+            when=when,
         )
 
     def _hyper_parameters(self) -> dict[str, Any]:

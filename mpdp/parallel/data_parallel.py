@@ -24,7 +24,7 @@ from ..world import World, init
 from . import non_finite
 from .arena import GradientArena
 from .collectives import AxisPeers, average_buffers
-from .forms import leading_length, split_loss
+from .forms import check_rate, leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
@@ -410,10 +410,7 @@ class DataParallel:
             )
         self.bind_optimizer(optimizer)
         lr = optimizer.lr if lr is None else lr
-        if not 0.0 <= lr < math.inf:  # NaN too: the weights would be lost, and the next checkpoint with them
-            raise ValueError(
-                f"lr: expected a finite number of 0 or more at step {self.step_count}, got {lr}; look at the schedule"
-            )
+        check_rate(lr, self.step_count)
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm: expected a number above 0, got {clip_norm}; None does not clip")
         count, loss_sum = self._agreed
@@ -424,7 +421,7 @@ class DataParallel:
             if count > 0 and self._all_finite():
                 scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
-                    norm = math.sqrt(float(kernel.sum_of_squares(gradient, self.layout.SPAN).sum())) * scale
+                    norm = math.sqrt(float(kernel.squared_norm(gradient, self.layout.SPAN))) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
                 optimizer.apply(
                     gradient,

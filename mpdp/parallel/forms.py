@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from ..autodiff import Tensor
 
 
@@ -39,6 +41,29 @@ def split_loss(loss: Any, samples_seen: float | None) -> tuple[Tensor, float, fl
         "loss: expected a scalar Tensor, a loss of mpdp.nn or a pair (sum, count) with a Tensor sum, "
         f"got {type(loss).__name__}; return one of these"
     )
+
+
+def split_captured(loss: Any, samples_seen: int) -> tuple[Tensor, float, Any]:
+    """Return what :func:`split_loss` does without a look at the device: the count may be a 0-d float64 array there.
+
+    **Local.**
+    """
+    count = loss[1] if isinstance(loss, tuple) and len(loss) == 2 else getattr(loss, "count", None)
+    count = count.data if isinstance(count, Tensor) else count
+    if count is None or not hasattr(count, "dtype") or isinstance(count, np.generic):
+        return split_loss(loss, samples_seen)
+    total = loss[0] if isinstance(loss, tuple) else loss.sum
+    if not isinstance(total, Tensor) or total.size != 1:
+        return split_loss(loss, samples_seen)  # says what is wrong
+    return _scalar(total), 1.0, count.reshape(()).astype(np.float64, copy=False)
+
+
+def check_rate(lr: float, step: int) -> None:
+    """Refuse a learning rate that would lose the weights, and the next checkpoint with them. **Local.**"""
+    if not 0.0 <= lr < math.inf:  # NaN too
+        raise ValueError(
+            f"lr: expected a finite number of 0 or more at step {step}, got {lr}; look at the schedule"
+        )
 
 
 def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

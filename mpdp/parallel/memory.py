@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ..autodiff import Tape
@@ -22,8 +23,9 @@ class MemoryUse:
     """Note the largest activations seen, and report. **Local.**"""
 
     def __init__(self) -> None:
-        self.activations = 0
+        self.activations = self._peak = 0
         self._seen: dict[int, int] = {}
+        self.beside: Callable[[], int] | None = None  # bytes of a GPU in pools beside CuPy's own
 
     def look(self, tape: Tape, signature: int, samples: int | None) -> None:
         """Measure what a tape holds, unless the same graph was measured with as many samples or more."""
@@ -32,6 +34,12 @@ class MemoryUse:
                 self._seen.clear()
             self._seen[signature] = samples or 0
             self.activations = max(self.activations, tape.held_bytes())
+
+    def note_peak(self, replica: Replica) -> int:
+        """Return the most bytes of a GPU that this rank has had; call it before a pool gives some back. **Local.**"""
+        now = _pool_bytes(replica.device) + replica.comm.device_bytes
+        self._peak = max(self._peak, now + (0 if self.beside is None else self.beside()))
+        return self._peak
 
     def report(self, replica: Replica) -> dict[str, int]:
         """Return bytes by purpose; see ``DataParallel.memory``."""
@@ -45,7 +53,7 @@ class MemoryUse:
             "activations": self.activations,
         }
         if replica.device.kind == "cuda":
-            peak = _pool_bytes(replica.device) + replica.comm.device_bytes
+            peak = self.note_peak(replica)
             return parts | {"workspace": max(0, peak - sum(parts.values())), "peak": peak}
         return parts | {
             "workspace": 0 if optimizer is None else optimizer.scratch_bytes,
@@ -54,7 +62,7 @@ class MemoryUse:
 
 
 def _pool_bytes(device: Device) -> int:
-    """Return what CuPy's pool has taken of the GPU: it gives nothing back, so this is the most that was needed."""
+    """Return what CuPy's pool has taken of the GPU: it gives nothing back unless it is told to."""
     xp: Any = device.xp
     with xp.cuda.Device(device.ordinal):
         return int(xp.get_default_memory_pool().total_bytes())

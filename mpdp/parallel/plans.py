@@ -24,13 +24,14 @@ class Plan:
     """What a set of tapes implies for one update.
 
     Attributes:
-        after: what to call after which position of backward.
+        after: what to call after which position of backward. ``chunks_after``: how many chunks are final there.
         unused_views: gradients that no tape of this rank writes.
         used: which of the trainable parameters any tape of this rank uses.
         used_hash: 62 bits of ``used``.
     """
 
     after: FlushPlan
+    chunks_after: dict[int, int]
     unused_views: tuple[Any, ...]
     used: np.ndarray
     used_hash: int
@@ -86,9 +87,9 @@ class Plans:
         used[[replica.index[name] for name in used_names]] = True
         unused_views = tuple(replica.arena[e.name] for e in trainable if e.name not in used_names)
         digest = hashlib.blake2b(used.tobytes(), digest_size=8).digest()
-        plan = Plan(
-            replica.reducer.plan(last_write), unused_views, used, int.from_bytes(digest, "little") >> 2
-        )
+        number = int.from_bytes(digest, "little") >> 2
+        reducer = replica.reducer
+        plan = Plan(reducer.plan(last_write), reducer.chunks_after(last_write), unused_views, used, number)
         if len(self._plans) >= _MOST:
             self.forget()
         self._plans[key] = plan

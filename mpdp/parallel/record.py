@@ -116,6 +116,10 @@ def exchange(
     for value in values:
         mine += (_ANY, _ANY) if value is None else (value, ~value)
     maxima, totals = comm.reduce_numbers(mine, (*sums, *[0.0] * (_SUMS - len(sums))))
+    if (
+        maxima == mine
+    ):  # as in nearly every step: both extremes of each value are this rank's, or nobody else cares
+        return Agreed(tuple(totals[: len(sums)]), used is not None, stop, changed)
     unused, any_stop, any_changed, *extremes = maxima
     agreed = [high == ~low or high == _ANY for high, low in zip(extremes[::2], extremes[1::2])]
     if not all(agreed[: len(_EQUAL)]):

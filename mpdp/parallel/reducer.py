@@ -128,9 +128,16 @@ class Reducer:
             self.flush(upto)
 
     def plan(self, last_write: Mapping[str, int]) -> FlushPlan:
-        """Return, for a tape, after which backward positions which chunks are started.
+        """Return, for a tape, after which backward positions which chunks are started; see :meth:`chunks_after`.
 
         **Local.** Computed once a tape signature; the calls it holds take O(chunks) a step.
+        """
+        return {at: partial(self.flush, count) for at, count in self.chunks_after(last_write).items()}
+
+    def chunks_after(self, last_write: Mapping[str, int]) -> dict[int, int]:
+        """Return, for a tape, after which backward positions how many chunks are final, counted from the first.
+
+        **Local.**
 
         Args:
             last_write: parameter name to the position, in backward order, of the last operation that writes its
@@ -146,7 +153,7 @@ class Reducer:
         for chunk, at in enumerate(ready_at):
             position = max(position, at)  # a chunk waits for those before it
             upto[position] = chunk + 1
-        return {position: partial(self.flush, count) for position, count in upto.items()}
+        return upto
 
     def open(self, sums: Sequence[float] = ()) -> Agreed | None:
         """Agree with all ranks that they are in the same step, once a step, before its first chunk. **Collective.**

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Any
+from typing import Any, SupportsFloat
 
 _REFRESH_SECONDS = 0.1
 
@@ -45,7 +45,7 @@ class Progress:
                 mininterval=_REFRESH_SECONDS,
             )
 
-    def step(self, loss: float, samples: int) -> None:
+    def step(self, loss: SupportsFloat, samples: int) -> None:
         """Count one update of ``samples`` samples."""
         self._samples += samples
         self._done += 1
@@ -56,7 +56,7 @@ class Progress:
         if now - self._last > _REFRESH_SECONDS:
             self._last = now
             rate = self._samples / max(now - self._start, 1e-9)
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} samples/s", refresh=False)
+            self._bar.set_postfix_str(f"loss {float(loss):.4f}, {rate:,.0f} samples/s", refresh=False)
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Report a finished epoch and its row of the history."""

@@ -31,6 +31,7 @@ def check(
     clip_norm: Any,
     seed: Any,
     graph: Any,
+    plans: Any,
     save_every: Any,
     keep: Any,
     run_dir: Any,
@@ -63,8 +64,10 @@ def check(
         )
     if placement != "replicated":
         raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
-    if graph not in ("auto", False):
-        raise ValueError(f'graph: expected "auto" or False, got {graph!r}; leave it out')
+    if not (graph == "auto" or isinstance(graph, bool)):
+        raise ValueError(f'graph: expected "auto", True or False, got {graph!r}; leave it out')
+    if plans not in ("suggested", "timed"):
+        raise ValueError(f'plans: expected "suggested" or "timed", got {plans!r}; leave it out')
     for name, value in (("accumulate", accumulate), ("keep", keep)):
         if not _whole(value) or value < 1:
             raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}; pass an int")
@@ -113,6 +116,12 @@ def learning_rate(optimizer: Optimizer, schedule: Any, step: int) -> float:
         raise TypeError(
             f"schedule: expected a number for update {step}, got {factor!r}; return a factor on the learning rate"
         ) from error
+
+
+def check_graph(graph: Any, world: World) -> None:
+    """Refuse to require graphs where there are none. **Local.**"""
+    if graph is True and world.device.kind == "cpu":
+        raise ValueError('graph: expected "auto" or False on a CPU, got True; a GPU alone has graphs')
 
 
 def cast(model: Module, precision: str, world: World) -> None:

@@ -16,7 +16,7 @@ from ..report.step_times import StepTimes, stragglers
 from .calling import call_back
 from .evaluation import Tally
 from .plan import FitPlan
-from .updates import PlannedUpdates, StreamedUpdates
+from .sources import PlannedUpdates, StreamedUpdates
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -66,14 +66,12 @@ class FitLoop:
                     self._close_epoch()
                     continue
                 parts, samples = found
-                self._train_one(parts)
+                self._train_one(parts, {"samples": samples, "data_seconds": round(self._waited, 6)})
                 seconds = time.perf_counter() - start
-                waited = trainer.parallel.reducer.waited_seconds - waited
-                self.times.add(seconds, self._waited, waited)
-                self.progress.step(trainer.loss, samples)
-                trainer.after_step(
-                    samples=samples, data_seconds=round(self._waited, 6), message_seconds=round(waited, 6)
-                )
+                self.times.add(seconds, self._waited, trainer.parallel.reducer.waited_seconds - waited)
+                self.progress.step(trainer.late_loss, samples)
+                trainer.after_step()
+        trainer.settle()
 
     def report(self) -> None:
         """Log where the time of each rank's steps went, who is slow, and the memory of this rank. **Collective.**"""
@@ -96,13 +94,13 @@ class FitLoop:
         self._waited = time.perf_counter() - start
         return updates.agreed(parts)
 
-    def _train_one(self, parts: Sequence[MicroBatch]) -> None:
-        """Do one update."""
+    def _train_one(self, parts: Sequence[MicroBatch], row: dict[str, Any]) -> None:
+        """Do one update, of which the log holds ``row`` too."""
         trainer, plan = self.trainer, self.plan
         comm = trainer.world.axis("data")
         tally = Tally(plan.metrics if plan.validation is None else ())
         if self._checked_first:
-            trainer.update(parts, tally=tally)
+            trainer.update(parts, tally=tally, row=row)
         else:
             # The first batch meets the model here: what does not fit is an error on all ranks, before time is spent.
             if (
@@ -112,18 +110,18 @@ class FitLoop:
             else:
                 loss = together(comm, lambda: trainer.eager.loss(parts[0], tally, plan.dataset))
             self._checked_first = True
-            trainer.update(parts, tally=tally, first_loss=loss)
+            trainer.update(parts, tally=tally, first_loss=loss, row=row)
         metrics = tally.values[1:]
         if len(metrics):
             flat = metrics.reshape(-1).copy()
             comm.all_reduce(flat, lane="urgent")
             metrics = flat.reshape(-1, 2)
-        parallel = trainer.parallel
-        trainer.position.add(parallel.last_loss_sum, parallel.last_count, metrics.tolist())
+        trainer.position.add_update(metrics.tolist())
 
     def _close_epoch(self) -> None:
         """Validate, add the epoch's row to the history, and call back. **Collective.**"""
         trainer, plan, position = self.trainer, self.plan, self.trainer.position
+        trainer.settle()
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
             "step": trainer.step_count,

@@ -44,11 +44,14 @@ class Position:
             self.metrics = [[0.0, 0.0] for _ in range(metrics)]
         return None
 
-    def add(self, loss_sum: float, count: float, metrics: list[list[float]]) -> None:
-        """Count one finished update."""
-        self.batch += 1
+    def add_loss(self, loss_sum: float, count: float) -> None:
+        """Add what one update has summed up, which may be known some updates later."""
         self.loss_sum += loss_sum
         self.count += count
+
+    def add_update(self, metrics: list[list[float]]) -> None:
+        """Count one update."""
+        self.batch += 1
         for mine, more in zip(self.metrics, metrics):
             mine[0] += more[0]
             mine[1] += more[1]

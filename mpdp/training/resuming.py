@@ -96,6 +96,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "exponent": parallel.exponent,
         "precision": trainer.precision,
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
+        "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
         "updates": {
@@ -172,6 +173,9 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
     parallel.exponent = state["exponent"]
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
+    if state["step"] > 0:  # the products of all later steps are computed as they were going to be
+        trainer.updates.time_plans(False)
+        kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
     if state["precision"] != trainer.precision:
         trainer.world.log(
             "info",

@@ -2,7 +2,7 @@
 
 ``log.jsonl`` holds one JSON object a line: one an update, one an epoch, and at the end of ``fit`` the step times of
 each rank and the memory of rank 0. The guide lists their keys. A resumed run cuts the log back to the checkpoint, so
-every step stands in it once.
+every step stands in it once. ``plans.json`` lists the plans that were timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,11 @@ class RunFolder:
         now = time.monotonic()
         seconds, self._stepped = now - self._stepped, now
         self.row(kind="step", step=step, epoch=epoch, loss=loss, lr=lr, **beside, seconds=round(seconds, 6))
+
+    def note_plans(self, plans: Mapping[str, str]) -> None:
+        """Write down which plans were found fastest, where any were: ``plans.json``."""
+        if self._log is not None and plans:
+            (self._log.parent / "plans.json").write_text(json.dumps(dict(plans), indent=1) + "\n")
 
     def flush(self) -> None:
         """Write out the rows that wait in memory: all of them, or none where that fails.

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import kernels
 from ..data import MicroBatch, map_arrays, share, split_batch
-from ..device import Device
+from ..device import Device, device_of
 from ..optim import Optimizer
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import split_loss
@@ -137,6 +137,10 @@ def take_apart(batch: Any, device: Device) -> tuple[tuple[Any, ...], dict[str, A
     def place(value: Any, path: str) -> Any:
         return kernels.move(value if hasattr(value, "dtype") else np.asarray(value), device)
 
+    if type(batch) is tuple and len(batch) == 2:  # what most programs give, many times a second
+        array, (x, target) = device.xp.ndarray, batch
+        if type(x) is type(target) is array and device_of(x) == device_of(target) == device:
+            return (x,), {}, target
     inputs, kwargs, target = split_batch(batch)  # first: a list of two is inputs and target, not one array
     return map_arrays(place, inputs), map_arrays(place, kwargs), map_arrays(place, target)
 

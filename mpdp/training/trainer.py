@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import kernels
 from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
+from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, init
@@ -31,6 +31,7 @@ from .plan import FitPlan
 from .position import Position
 from .run_folder import RunFolder
 from .step import EagerStep, cut_batch, take_apart
+from .updates import Updates
 
 History = list[dict[str, Any]]
 _CHECK_AFTER = (1, 2, 10)
@@ -58,7 +59,10 @@ class Trainer:
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
-        graph: ``"auto"`` or ``False``; whether a step may be captured as one graph (on a GPU only).
+        graph: whether steps on a GPU run as captured graphs: ``"auto"`` does so where it is possible and says once
+            why it is not, ``True`` makes that an error, ``False`` runs every step eagerly.
+        plans: ``"suggested"`` or ``"timed"``: on a GPU, rank 0 times the libraries' plans for the products of the first
+            update, and all ranks compute by the fastest ones from the second on; checkpoints hold them.
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
@@ -66,7 +70,8 @@ class Trainer:
         callbacks: objects with the methods of :class:`mpdp.Callback`.
 
     Attributes:
-        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update.
+        step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
+            is waited for; ``late_loss``: the same, waited for when it is looked at.
         should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
             next one elsewhere. It reads True once all have agreed.
         lr: learning rate of the next update; ``last_lr``: of the last one.
@@ -101,6 +106,7 @@ class Trainer:
         clip_norm: float | None = None,
         seed: int = 0,
         graph: str | bool = "auto",
+        plans: str = "suggested",
         chunk_bytes: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
@@ -125,11 +131,13 @@ class Trainer:
                 clip_norm=clip_norm,
                 seed=seed,
                 graph=graph,
+                plans=plans,
                 save_every=save_every,
                 keep=keep,
                 run_dir=run_dir,
                 callbacks=callbacks,
             )
+            arguments.check_graph(graph, self.world)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -142,29 +150,25 @@ class Trainer:
         self.accumulate = int(accumulate)
         self.clip_norm = arguments.plain(clip_norm)
         self.seed = int(seed)
+        self.plans = plans
         self.save_every = arguments.plain(save_every)
         self.keep = keep
         self.callbacks = tuple(callbacks)
-        self._stop_asked = self._stop_agreed = self._fitting = False
-        self.loss = self.last_lr = float("nan")
-        self._last_scale: float | None = None  # of the loss, in the last update
+        self._stop_asked = self._stop_agreed = self.fitting = False
+        self.last_lr = float("nan")
+        self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
-            model,
-            self.world,
-            precision=precision,
-            reduce_dtype=reduce_dtype,
-            loss_scale=loss_scale,
-            chunk_bytes=chunk_bytes,
-            seed=self.seed,
-        )
-        given = {"run_dir": "none" if run_dir is None else "a folder"}
+            model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
+            chunk_bytes=chunk_bytes, seed=self.seed,
+        )  # fmt: skip
+        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self._kernels = kernels.for_device(self.world.device)
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
+        self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
-        self._resumed: int | None = None  # rows of the log that belong to what was resumed
+        self._resumed: int | None = None  # rows of the log that were resumed; None before resume()
         self._opened = False
         self._nominal_fixed = False
 
@@ -180,6 +184,7 @@ class Trainer:
             "accumulate": self.accumulate,
             "clip_norm": self.clip_norm,
             "seed": self.seed,
+            "plans": self.plans,
             "save_every": self.save_every,
             "callbacks": len(self.callbacks),
         }
@@ -216,6 +221,11 @@ class Trainer:
     def lr(self) -> float:
         """Learning rate of the next update."""
         return arguments.learning_rate(self.optimizer, self.schedule, self.step_count)
+
+    @property
+    def loss(self) -> float:
+        """Global mean loss of the last update. Where that is still under way it is waited for."""
+        return float(self.late_loss)
 
     @property
     def run_dir(self) -> Path | None:
@@ -266,15 +276,8 @@ class Trainer:
         self._refuse_inside_fit("fit")
         comm = self.world.axis("data")
         plan = FitPlan(
-            dataset,
-            epochs,
-            updates,
-            global_batch_size,
-            shuffle,
-            drop_last,
-            validation,
-            metrics,
-        )
+            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics
+        )  # fmt: skip
         exchange(comm, Kind.FIT, self.step_count)
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
@@ -290,7 +293,7 @@ class Trainer:
         shown = Progress(
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
-        self._fitting = True
+        self.fitting = True
         done = self.step_count
         try:
             loop = FitLoop(self, plan, shown)
@@ -301,36 +304,32 @@ class Trainer:
                 self.save()
             loop.report()
         finally:
-            self._fitting = False
+            self.fitting = False
             shown.close()
         return self.history
 
     def _refuse_inside_fit(self, call: str) -> None:
         """Refuse a call that would move the place in the data while a loop of ``fit`` runs. **Local.**"""
-        if self._fitting:
+        if self.fitting:
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
-        """Do one update from this rank's micro-batches; see ``EagerStep.run`` for the options. **Collective.**"""
-        self.world.activity.step = self.step_count
-        lr = self.lr
-        scale = self.parallel.loss_scale
-        self._last_scale = None if scale is None else scale.value
-        self._kernels.begin_step(self.step_count)
-        self.loss = self.eager.run(parts, lr=lr, stop=self._stop_asked, **options)
-        self.last_lr = lr
+        """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
+        self.last_lr = self.lr
+        self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
-    def after_step(self, **beside: Any) -> None:
-        """Log, check and save what is due after an update, and call back. **Collective.**"""
+    def settle(self) -> None:
+        """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
+        self.updates.settle()
+
+    def after_step(self) -> None:
+        """Check and save what is due after an update, and call back. **Collective.**"""
         step = self.step_count
-        if self.parallel.loss_scale is not None:
-            beside |= {"loss_scale": self._last_scale, "skipped": self.parallel.loss_scale.skipped}
-        self.folder.step_row(step, self.position.epoch + 1, self.loss, self.last_lr, **beside)
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
-            self.parallel.check_replicas()
+            self.check_replicas()
         call_back(self, "on_step")
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
@@ -341,7 +340,7 @@ class Trainer:
         self._stop_agreed = agree_to_stop(self, self._stop_asked) or self._stop_agreed
 
     @ends_the_job
-    def step(self, batch: Any) -> float:
+    def step(self, batch: Any) -> float | LateLoss:
         """Do one update from this rank's own batch, for programs with a loop of their own.
 
         **Collective.**
@@ -351,7 +350,9 @@ class Trainer:
                 ranks and may be 0. It is cut into ``accumulate`` micro-batches.
 
         Returns:
-            the global mean loss over all ranks' samples.
+            the global mean loss over all ranks' samples. A step that runs as a graph returns before it is done: its
+            loss waits when ``float()`` or a comparison asks for it, and what is not finite is an error of one of the
+            next two steps, with the weights as they were before it.
         """
         comm = self.world.axis("data")
         self.world.activity.step = self.step_count
@@ -367,7 +368,7 @@ class Trainer:
         parts = [whole] if self.accumulate == 1 else cut_batch(whole, self.accumulate)
         self.update(parts)
         self.after_step()
-        return self.loss
+        return self.late_loss
 
     @ends_the_job
     def evaluate(
@@ -385,6 +386,7 @@ class Trainer:
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
+        self.settle()
         return evaluation.run(self, dataset, metrics, global_batch_size)
 
     @ends_the_job
@@ -402,6 +404,7 @@ class Trainer:
         Returns:
             NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
         """
+        self.settle()
         return evaluation.predict(self, dataset, global_batch_size, everywhere)
 
     # -- the run's files
@@ -418,6 +421,7 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()
         path = resuming.save(self)
@@ -443,6 +447,7 @@ class Trainer:
             CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
         """
         self._refuse_inside_fit("resume")
+        self.settle()
         if path is None:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(self, None if path is None else Path(path))
@@ -477,12 +482,15 @@ class Trainer:
         Raises:
             DivergenceError: on all ranks, naming the rank and the parameter.
         """
+        self.settle()
         self.parallel.check_replicas()
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""
+        self.settle()
         self.parallel.freeze(*names)
 
     def thaw(self, *names: str) -> None:
         """Train the named parameters again, their moments starting from zero. **Collective.**"""
+        self.settle()
         self.parallel.thaw(*names)

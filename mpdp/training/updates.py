@@ -1,166 +1,130 @@
-"""Where ``fit`` gets the micro-batches of its updates from: a data set, whose updates are planned, or a stream.
+"""Updates: each update of a trainer, run as graphs where that can be and eagerly elsewhere, and noted once it is known.
 
-Ranks know by arithmetic which updates a data set makes. When a stream ends is known to those that read it, so before
-each update one small message tells all ranks how much there is, and that all have read the same.
+Both ways give the same bits. Read ``step`` for the eager one and ``parallel.graph_step`` for graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..data import Loader, MicroBatch, StreamLoader, map_arrays
-from ..errors import DisagreementError, on_all_ranks
-from .plan import FitPlan
+from .. import kernels
+from ..data import MicroBatch
+from ..parallel.graph_step import GraphStep
+from ..parallel.late_loss import LateLoss
+from ..parallel.recorder import recorder_of
+from ..parallel.shared_plans import share_plans
+from .evaluation import Tally
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-Parts = Sequence[MicroBatch]
 
-
-class PlannedUpdates:
-    """The updates of a data set.
+class Updates:
+    """Run the updates of one trainer.
 
     Args:
-        trainer: whose position they begin at.
-        plan: of the call of ``fit``.
-        say: called with a line of text about the data.
+        trainer: holds the model, the optimizer and the run's position.
+        graph: see :class:`mpdp.Trainer`.
+        timed: the plans of the first update's products are timed after it.
+
+    Attributes:
+        graphs: runs updates as graphs; None where every step is eager.
     """
 
-    def __init__(self, trainer: Trainer, plan: FitPlan, say: Any) -> None:
-        loader = Loader(
-            plan.dataset,
-            plan.global_batch_size,
-            drop_last=plan.drop_last,
-            **_options(trainer, plan, say),
+    def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
+        self.trainer = trainer
+        self.graphs: GraphStep | None = None
+        self._kernels = kernels.for_device(trainer.world.device)
+        self.time_plans(timed)
+        recorder = None if graph is False else recorder_of(trainer.world.device)
+        if recorder is not None:
+            self.record_with(recorder, required=graph is True)
+
+    def record_with(self, recorder: Any, required: bool) -> None:
+        """Run updates as graphs that ``recorder`` makes. **Local.**"""
+        trainer = self.trainer
+        self.graphs = GraphStep(
+            trainer.parallel,
+            trainer.loss_function,
+            trainer.optimizer,
+            trainer.clip_norm,
+            trainer.accumulate,
+            recorder,
+            required,
         )
-        self._trainer, self._plan = trainer, plan
-        first = trainer.position.epoch * plan.per_epoch + trainer.position.batch  # type: ignore[operator]
-        left = plan.updates_left(trainer.position, trainer.step_count)
-        self._stream = loader.updates(first, first + left)
 
-    def pull(self) -> Parts:
-        """Return this rank's part of the next update. **Local.**"""
-        return next(self._stream)
+    def time_plans(self, wanted: bool) -> None:
+        """Say whether the plans of the next update's products are to be timed after it. **Local.**"""
+        self._plans_missing = self._kernels.plan_book.timed = wanted
 
-    def agreed(self, parts: Parts) -> tuple[Parts, int] | None:
-        """Return an update as all ranks do it, and its samples over all ranks. **Local** here."""
-        return parts, self._plan.samples(self._trainer.position.batch)
+    def run(
+        self,
+        parts: Sequence[MicroBatch],
+        stop: bool,
+        tally: Tally | None = None,
+        first_loss: Any = None,
+        row: dict[str, Any] | None = None,
+    ) -> float | LateLoss:
+        """Do one update from this rank's micro-batches and return its loss. **Collective.**
 
-    def close(self) -> None:
-        """End the reading ahead. **Local.**"""
-        self._stream.close()
-
-
-class StreamedUpdates:
-    """The updates of a stream; see :class:`PlannedUpdates`."""
-
-    def __init__(self, trainer: Trainer, plan: FitPlan, say: Any) -> None:
-        loader = StreamLoader(plan.dataset, plan.global_batch_size, **_options(trainer, plan, say))
-        self._trainer, self._plan = trainer, plan
-        self._sharded: bool = plan.dataset.sharded
-        self._stream = loader.epochs(trainer.position.epoch, trainer.position.batch)
-        self._ended = False  # this rank has nothing more in this epoch
-        self._last: Parts = ()
-
-    def pull(self) -> Parts:
-        """Return this rank's part of the next update; nothing where its epoch has ended. **Local.**"""
-        parts: Parts = () if self._ended else next(self._stream)
-        self._ended = not parts
-        return parts
-
-    def agreed(self, parts: Parts) -> tuple[Parts, int] | None:
-        """Return an update as all ranks do it, and its samples over all ranks; None at the end of an epoch.
-
-        **Collective.**
-
-        Raises:
-            DisagreementError: ranks that should read one stream do not, on all ranks.
-            ValueError: a stream without elements, on all ranks.
+        Args:
+            parts: the micro-batches.
+            stop: ask all ranks to stop after this update.
+            tally: takes the metrics of the outputs.
+            first_loss: the loss of ``parts[0]``, where it was computed already.
+            row: what the log holds of the update beside what is noted here.
         """
-        total = self._agreed_total(sum(part.total or 0 for part in parts))
-        if total and not (self._plan.drop_last and total < self._plan.global_batch_size):
-            self._last = parts or self._last
-            parts = parts or [_nothing(part) for part in self._last] or self._empty()
-            return (self._placed(parts) if self._sharded else parts), total
-        while not self._ended:  # the rest of what this rank has is left out with the short batch
-            self.pull()
-        self._ended = False
-        if self._trainer.position.batch == 0:
-            raise on_all_ranks(
-                ValueError(
-                    "dataset: expected at least one batch in an epoch, got a stream that has ended; let it begin anew"
-                )
-            )
-        return None
+        trainer, graphs = self.trainer, self.graphs
+        trainer.world.activity.step = trainer.step_count
+        lr = trainer.lr
+        looks = tally is not None and bool(tally.metrics)
+        if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
+            look = tally.add_metrics if looks and tally is not None else None
+            return graphs.run(parts, lr=lr, look=look, settled=self._note(lr, row))
+        beside = {} if row is None else dict(row)
+        note = self._note(lr, beside)
+        waited = trainer.parallel.reducer.waited_seconds
+        self._kernels.begin_step(trainer.step_count)
+        loss = trainer.eager.run(parts, lr=lr, stop=stop, tally=tally, first_loss=first_loss)
+        if graphs is not None:
+            graphs.ran_eagerly()
+        if row is not None:
+            beside["message_seconds"] = round(trainer.parallel.reducer.waited_seconds - waited, 6)
+        note(trainer.parallel.last_loss_sum, trainer.parallel.last_count)
+        if self._plans_missing:
+            self._plans_missing = False
+            share_plans(self._kernels.plan_book, trainer.world.axis("data"))
+            trainer.folder.note_plans(self._kernels.plan_book.plans())
+        return loss
 
-    def close(self) -> None:
-        """End the reading ahead. **Local.**"""
-        self._stream.close()
+    def settle(self) -> None:
+        """Wait for the updates under way; see :meth:`Trainer.settle`."""
+        if self.graphs is not None:
+            self.graphs.settle()
 
-    def _agreed_total(self, mine: int) -> int:
-        """Return the samples of the update over all ranks."""
-        comm = self._trainer.world.axis("data")
-        if comm.size == 1:
-            return mine
-        (most, least), (total,) = comm.reduce_numbers([mine, -mine], [float(mine)])
-        if self._sharded:
-            return int(total)
-        if most != -least:
-            raise on_all_ranks(
-                DisagreementError(
-                    f"dataset: expected the same stream on all ranks, got a batch of {-least} samples on one and of "
-                    f"{most} on another; let all ranks read the same elements, or pass data.Stream(..., sharded=True)"
-                )
-            )
-        return mine
+    def _note(self, lr: float, beside: dict[str, Any] | None) -> Callable[[float, float], None]:
+        """Return what notes the update that comes next, once its loss sum and count are known."""
+        trainer = self.trainer
+        step, epoch, scale = trainer.step_count + 1, trainer.position.epoch + 1, trainer.parallel.loss_scale
+        row = {"lr": lr} if scale is None else {"lr": lr, "loss_scale": scale.value}
+        return partial(self._noted, step, epoch, row, beside or {})
 
-    def _placed(self, parts: Parts) -> Parts:
-        """Return parts with their place among those of all ranks, where the model draws numbers by sample."""
-        if not self._trainer.parallel.draws_samples:
-            return [replace(part, start=None, total=None) for part in parts]
-        before = self._trainer.world.axis("data").exclusive_sum(sum(part.count for part in parts))
-        return [replace(part, start=before + (part.start or 0), total=None) for part in parts]
-
-    def _empty(self) -> Parts:
-        """Return parts of a rank that has not seen a sample yet."""
-        position, step = self._trainer.position, self._trainer.step_count
-        nothing = MicroBatch(None, {}, None, 0, 0, 0, np.empty(0, np.int64), position.epoch, step)
-        return [nothing] * self._trainer.accumulate
-
-
-def _nothing(part: MicroBatch) -> MicroBatch:
-    """Return a share of zero rows with the structure of an earlier one."""
-    return replace(
-        part,
-        inputs=None if part.inputs is None else _rows(part.inputs),
-        kwargs=_rows(part.kwargs),
-        target=_rows(part.target),
-        start=0,
-        count=0,
-        total=0,
-        indices=np.empty(0, np.int64),
-        slot=None,
-    )
-
-
-def _rows(tree: Any) -> Any:
-    return map_arrays(lambda array, _: array[:0].copy(), tree)
-
-
-def _options(trainer: Trainer, plan: FitPlan, say: Any) -> dict[str, Any]:
-    return {
-        "accumulate": trainer.accumulate,
-        "rank": trainer.world.rank,
-        "size": trainer.world.size,
-        "seed": trainer.seed,
-        "shuffle": plan.shuffle,
-        "dtype": trainer.parallel.precision.master,
-        "device": trainer.world.device,
-        "say": say,
-        "zero_rows": trainer.parallel.may_communicate,
-    }
+    def _noted(
+        self,
+        step: int,
+        epoch: int,
+        row: dict[str, Any],
+        beside: dict[str, Any],
+        loss_sum: float,
+        count: float,
+    ) -> None:
+        """Take over what an update has summed up; where it ran as a graph, some updates later. **Local.**"""
+        trainer = self.trainer
+        scale = trainer.parallel.loss_scale
+        if scale is not None:
+            row["skipped"] = scale.skipped
+        if trainer.fitting:
+            trainer.position.add_loss(loss_sum, count)
+        trainer.folder.step_row(step, epoch, loss_sum / count if count else 0.0, **row, **beside)

@@ -6,6 +6,7 @@ the same and more, in any case; these are for programs that read nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -56,8 +57,8 @@ class CsvWriter(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             self._steps = folder / "steps.csv"
             _cut_back(self._steps, step)
-            weakref.finalize(self, _append, self._steps, self._pending, os.getpid())
-        self._pending.append([step, trainer.epoch + 1, trainer.loss, trainer.last_lr])
+            weakref.finalize(self, _write_rest, self._steps, self._pending, os.getpid())
+        self._pending.append([step, trainer.epoch + 1, trainer.late_loss, trainer.last_lr])
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()
 
@@ -106,55 +107,68 @@ class TensorBoardWriter(Callback):
         _tensorboard()
         self._folder, self._every = None if folder is None else Path(folder), every
         self._file: Any = None
+        self._pending: list[tuple[int, float, dict[str, Any]]] = []
+        self._flushed = 0.0
 
     def on_step(self, trainer: Trainer) -> None:
-        """Write the loss and the learning rate of an update."""
+        """Write the loss and the learning rate of an update, within about two seconds."""
         if trainer.step_count % self._every == 0:
-            self._write(
-                trainer, {"train/loss": trainer.loss, "train/lr": trainer.last_lr}, trainer.step_count
-            )
+            self._add(trainer, {"train/loss": trainer.late_loss, "train/lr": trainer.last_lr})
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._flush()
 
     def on_epoch(self, trainer: Trainer) -> None:
         """Write the row of an epoch."""
         row = {f"epoch/{k}": v for k, v in trainer.history[-1].items() if k not in ("epoch", "step")}
-        self._write(trainer, row, trainer.step_count)
-        if self._file is not None:
-            self._file.flush()
+        self._add(trainer, row)
+        self._flush()
 
     def on_checkpoint(self, trainer: Trainer, path: Any) -> None:
         """Write what waits in memory."""
-        if self._file is not None:
-            self._file.flush()
+        self._flush()
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write what waits in memory."""
-        if self._file is not None:
-            self._file.flush()
+        self._flush()
 
     def close(self) -> None:
         """Close the file; the next scalar opens another. **Local.**"""
+        self._flush()
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write(self, trainer: Trainer, scalars: dict[str, Any], step: int) -> None:
+    def _add(self, trainer: Trainer, scalars: dict[str, Any]) -> None:
+        """Keep scalars; a loss is waited for when they are written, not here."""
         folder = _folder(self, self._folder, trainer, "tensorboard")
         if trainer.world.rank:
             return
-        event_file_writer, event, summary = _tensorboard()
         if self._file is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = event_file_writer.EventFileWriter(str(folder))
-            start = event.SessionLog(status=event.SessionLog.START)
-            self._file.add_event(event.Event(wall_time=time.time(), step=step, session_log=start))
-        values = [
-            summary.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in scalars.items()
-            if value is not None
-        ]
-        self._file.add_event(
-            event.Event(wall_time=time.time(), step=step, summary=summary.Summary(value=values))
-        )
+            self._open(folder, trainer.step_count)
+        self._pending.append((trainer.step_count, time.time(), scalars))
+
+    def _open(self, folder: Path, step: int) -> None:
+        event_file_writer, event, _ = _tensorboard()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = event_file_writer.EventFileWriter(str(folder))
+        start = event.SessionLog(status=event.SessionLog.START)
+        self._file.add_event(event.Event(wall_time=time.time(), step=step, session_log=start))
+
+    def _flush(self) -> None:
+        if self._file is not None and self._pending:
+            _, event, summary = _tensorboard()
+            for step, seconds, scalars in self._pending:
+                values = [
+                    summary.Summary.Value(tag=name, simple_value=float(value))
+                    for name, value in scalars.items()
+                    if value is not None
+                ]
+                self._file.add_event(
+                    event.Event(wall_time=seconds, step=step, summary=summary.Summary(value=values))
+                )
+            self._pending.clear()
+            self._file.flush()
+        self._flushed = time.monotonic()
 
 
 def _folder(writer: Callback, folder: Path | None, trainer: Trainer, below: str = "") -> Path:
@@ -169,9 +183,16 @@ def _folder(writer: Callback, folder: Path | None, trainer: Trainer, below: str 
     return trainer.run_dir / below
 
 
-def _append(path: Path, rows: list[list[Any]], pid: int | None = None) -> None:
-    """Append rows that wait in memory; nothing in a forked child's copy of them."""
-    if rows and pid in (None, os.getpid()):
+def _write_rest(path: Path, rows: list[list[Any]], pid: int) -> None:
+    """Append what is left when the writer goes, also at the end of the process, where nobody could handle an error."""
+    if pid == os.getpid():  # no forked child's copy
+        with contextlib.suppress(Exception):
+            _append(path, rows)
+
+
+def _append(path: Path, rows: list[list[Any]]) -> None:
+    """Append rows that wait in memory."""
+    if rows:
         with open(path, "a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([step, epoch, _number(loss), lr] for step, epoch, loss, lr in rows)
         rows.clear()

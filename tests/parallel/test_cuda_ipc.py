@@ -3,11 +3,15 @@
 Without CUDA's MPS ranks that share a GPU take turns on it, and each barrier takes milliseconds: right, but slow.
 """
 
+import json
 import re
 import time
 
 import pytest
+import traces
 from launching import PROGRAMS
+
+from mpdp.comm.tuned import TUNABLE
 
 CUDA_IPC = {"MPDP_TRANSPORT": "cuda_ipc"}
 
@@ -25,6 +29,36 @@ def test_a_world_of_one(gpu, job):
     assert "nccl passed" in result.output or "nccl missing: nccl: expected" in result.output
 
 
+@pytest.mark.parametrize(
+    ("transport", "size"), [("cuda_ipc", 1), ("cuda_ipc", 2), ("cuda_ipc", 3), ("nccl", 1)]
+)
+def test_a_step_in_a_graph(gpu, job, transport, size):
+    form = "python" if size == 1 else "mpirun"
+    result = job(PROGRAMS / "captured.py", transport, n=size, form=form, timeout=120).check()
+    assert result.output.count(f"over {transport}") == size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_timeline_has_a_row_of_each_lanes_kernels(gpu, job, size, tmp_path):
+    words = [
+        "bench",
+        "train",
+        "mlp",
+        "--device",
+        "cuda",
+        "--quick",
+        "--batch",
+        "8",
+        "--trace",
+        tmp_path / "trace.json",
+    ]
+    job(PROGRAMS / "command.py", *words, n=size, timeout=120, environ=CUDA_IPC).check()
+    events = traces.load(tmp_path / "trace.json", size)["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    kernels = {(e["pid"], rows[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
+    assert {(rank, "stream bulk", "chunk 0") for rank in range(size)} <= kernels
+
+
 @pytest.mark.parametrize(("transport", "size"), [("cuda_ipc", 2), ("cuda_ipc", 4), ("staged", 3)])
 def test_training_equals_that_on_the_cpu(gpu, job, size, transport):
     result = job(
@@ -38,6 +72,27 @@ def test_auto_says_once_what_it_took_and_why(gpu, job):
     result = job(PROGRAMS / "gpu_where.py", n=2, timeout=60).check()
     reason = r"transport cuda_ipc \(all ranks are on one node and have each other's GPU memory mapped\)"
     assert len(re.findall(reason, result.output)) == 1
+
+
+def test_tuning_is_kept_for_the_next_start(gpu, job, tmp_path):
+    environ = {**CUDA_IPC, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = [
+        "bench",
+        "all-reduce",
+        "--tune",
+        "--device",
+        "cuda",
+        "--quick",
+        "--json",
+        tmp_path / "tuned.json",
+    ]
+    job(PROGRAMS / "command.py", *words, n=2, timeout=120, environ=environ).check()
+    row = json.loads((tmp_path / "tuned.json").read_text())["tuned"]["cuda_ipc"]
+    assert set(row["sizes"]) == set(TUNABLE["cuda_ipc"])
+    assert all(seconds > 0 for seconds in row["measured"]["small_bytes"]["two_phases_us"].values())
+    result = job(PROGRAMS / "gpu_where.py", n=2, timeout=60, environ=environ).check()
+    sizes = ", ".join(f"{name} {size}" for name, size in row["sizes"].items())
+    assert f"transport cuda_ipc (as asked for; tuned: {sizes})" in result.output, f"{result}"
 
 
 def test_nccl_refuses_ranks_that_share_a_gpu(gpu, job):

@@ -135,7 +135,7 @@ def joining(monkeypatch):
     ):
         monkeypatch.setattr(guard.current, part, value)
     monkeypatch.setattr(world, "_import_mpi", start)
-    monkeypatch.setattr(world.threads, "cap", lambda *a: None)
+    monkeypatch.setattr(world.cores, "cap", lambda *a: None)
     monkeypatch.delenv(VISIBLE, raising=False)
     return log
 

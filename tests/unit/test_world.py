@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpdp
-from mpdp import threads, world
+from mpdp import cores, world
 
 ROOT = Path(mpdp.__file__).resolve().parents[1]
 
@@ -111,15 +111,15 @@ def test_a_closed_stderr_is_no_reason_to_stop():
     ],
 )
 def test_threads_a_rank(monkeypatch, affinity, machine, quota, local_size, expected):
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(affinity))
-    monkeypatch.setattr(threads.os, "cpu_count", lambda: machine)
-    monkeypatch.setattr(threads, "_quota", lambda: quota)
-    assert threads.per_rank(local_size) == expected
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: range(affinity))
+    monkeypatch.setattr(cores.os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(cores, "_quota", lambda: quota)
+    assert cores.per_rank(local_size) == expected
 
 
 def test_the_users_own_setting_of_threads_stands():
-    assert threads.cap(2, {"OMP_NUM_THREADS": "7"}) is None
-    assert threads.cap(1, {}) is None
+    assert cores.cap(2, {"OMP_NUM_THREADS": "7"}) is None
+    assert cores.cap(1, {}) is None
     assert world.blas_threads() >= 1
 
 

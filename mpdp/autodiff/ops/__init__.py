@@ -15,21 +15,22 @@ from .arithmetic import (
     subtract,
     where,
 )
-from .attention import attention
+from .attention import attention, self_attention
 from .channels import batch_norm, group_norm, scale_channels
 from .elementwise import astype, dropout, exp, gelu, log, relu, sigmoid, sqrt, tanh
-from .indices import embedding
+from .indices import embedding, token_embedding
 from .losses import cross_entropy, mean_of_sum, squared_error
-from .normalisation import layer_norm, log_softmax, rms_norm, softmax
+from .normalisation import add_layer_norm, layer_norm, log_softmax, rms_norm, softmax
 from .products import linear, matmul
 from .reductions import max, mean, sum
 from .shapes import concatenate, getitem, reshape, stack, transpose
 from .transfer import to
-from .windows import avg_pool2d, conv2d, max_pool2d
+from .windows import avg_pool2d, conv2d, global_avg_pool2d, max_pool2d
 
 __all__ = [
     "absolute",
     "add",
+    "add_layer_norm",
     "astype",
     "attention",
     "avg_pool2d",
@@ -43,6 +44,7 @@ __all__ = [
     "exp",
     "gelu",
     "getitem",
+    "global_avg_pool2d",
     "group_norm",
     "layer_norm",
     "linear",
@@ -62,6 +64,7 @@ __all__ = [
     "reshape",
     "rms_norm",
     "scale_channels",
+    "self_attention",
     "sigmoid",
     "softmax",
     "sqrt",
@@ -71,6 +74,7 @@ __all__ = [
     "sum",
     "tanh",
     "to",
+    "token_embedding",
     "transpose",
     "where",
 ]

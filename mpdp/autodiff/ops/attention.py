@@ -6,19 +6,36 @@ import math
 from typing import Any
 
 from ...device import same_device
+from ...kernels.base import ATTENTIONS
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
 
 
-def _attention(k, q, key, value, scale, causal, keys, keep, keep_scale):
-    return k.attention(q, key, value, scale, causal, keys, keep, keep_scale)
+def _attention(k, q, key, value, scale, causal, keys, keep, keep_scale, engine, deterministic):
+    return k.attention(q, key, value, scale, causal, keys, keep, keep_scale, engine)
 
 
-def _attention_backward(k, saved, g, wants, scale, causal, keys, keep, keep_scale):
-    return k.attention_backward(g, saved, scale, keep, keep_scale)
+def _attention_backward(k, saved, g, wants, scale, causal, keys, keep, keep_scale, engine, deterministic):
+    return k.attention_backward(g, saved, scale, keep, keep_scale, deterministic)
+
+
+def _self_attention(k, qkv, heads, scale, causal, keys, keep, keep_scale, engine, deterministic):
+    n, t, width = qkv.shape
+    shape = n, t, 3, heads, width // (3 * heads)
+    out, saved = k.self_attention(qkv.reshape(shape), scale, causal, keys, keep, keep_scale, engine)
+    return out, (saved, shape)
+
+
+def _self_attention_backward(
+    k, saved, g, wants, heads, scale, causal, keys, keep, keep_scale, engine, deterministic
+):
+    saved, shape = saved
+    gradient = k.self_attention_backward(g, saved, shape, scale, keep, keep_scale, deterministic)
+    return (gradient.reshape(*shape[:2], 3 * shape[3] * shape[4]),)
 
 
 _apply_attention = Operation("attention", _attention, _attention_backward)
+_apply_self_attention = Operation("self_attention", _self_attention, _self_attention_backward)
 
 
 def attention(
@@ -30,6 +47,8 @@ def attention(
     key_mask: Any = None,
     keep: Any = None,
     p: float = 0.0,
+    engine: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor:
     """Return ``softmax(query key^T / sqrt(D)) value``. **Local.**
 
@@ -42,10 +61,15 @@ def attention(
             gives 0.
         keep: boolean (N, H, T, S), True where dropout keeps a weight; the others become 0.
         p: the probability with which ``keep`` drops, in [0, 1).
+        engine: ``"plain"``: products and a softmax, with all scores in memory; ``"cudnn"``: one kernel without them;
+            ``"auto"``: cuDNN for what it has, if it is installed. That is 16-bit floats on a GPU, D a multiple of 8 and
+            at most 128, without masks and dropout, and where causal, as many queries as keys.
+        deterministic: False lets cuDNN add gradients in an order of its own: faster, with other last bits each time.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or an engine that has not what is asked for.
         TypeError: a mask that is not boolean.
+        MissingDependencyError: ``engine="cudnn"`` without its package.
 
     Source: Vaswani et al., "Attention is all you need" (2017), equation 1.
     """
@@ -55,20 +79,72 @@ def attention(
             "attention: expected a query (N, H, T, D), a key and a value (N, H, S, D), got "
             f"{q}, {k} and {v}; split the width into heads first"
         )
+    options = _options(query, (*q[:3], k[2]), q[3], causal, key_mask, keep, p, engine, deterministic)
+    return _apply_attention(query, key, value, **options)
+
+
+def self_attention(
+    qkv: Any,
+    heads: int,
+    *,
+    causal: bool = False,
+    key_mask: Any = None,
+    keep: Any = None,
+    p: float = 0.0,
+    engine: str = "auto",
+    deterministic: bool = True,
+) -> Tensor:
+    """Return :func:`attention` of what one product made, as the next product reads it. **Local.**
+
+    Nothing is copied where cuDNN runs: it reads the three where they lie, and writes heads side by side.
+
+    Args:
+        qkv: (N, T, 3 * H * D): all heads of the queries, then of the keys, then of the values.
+        heads: H.
+        causal, key_mask, keep, p, engine, deterministic: see :func:`attention`.
+
+    Returns:
+        (N, T, H * D).
+
+    Raises:
+        ValueError: a width that is no multiple of 3 H, and as :func:`attention`.
+    """
+    shape = unwrap(qkv).shape
+    if len(shape) != 3 or heads < 1 or shape[2] % (3 * heads):
+        raise ValueError(
+            f"self_attention: expected qkv of shape (N, T, 3 * {heads} * D), got {shape}; check the heads"
+        )
+    n, t, width = shape
+    size = width // (3 * heads)
+    options = _options(qkv, (n, heads, t, t), size, causal, key_mask, keep, p, engine, deterministic)
+    return _apply_self_attention(qkv, heads=heads, **options)
+
+
+def _options(
+    query: Any,
+    scores: tuple[int, ...],
+    size: int,
+    causal: bool,
+    key_mask: Any,
+    keep: Any,
+    p: float,
+    engine: str,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Return what both operations are called with, after checking it."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"p: expected a probability in [0, 1), got {p}; 0 keeps everything")
-    key_mask = _mask("key_mask", key_mask, query, (k[0], k[2]))
-    keep = _mask("keep", keep, query, (*q[:3], k[2]))
-    return _apply_attention(
-        query,
-        key,
-        value,
-        scale=1.0 / math.sqrt(max(q[3], 1)),
-        causal=bool(causal),
-        keys=key_mask,
-        keep=keep,
-        keep_scale=1.0 / (1.0 - p),
-    )
+    if engine not in ATTENTIONS:
+        raise ValueError(f"engine: expected one of {', '.join(ATTENTIONS)}, got {engine!r}; choose one")
+    return {
+        "scale": 1.0 / math.sqrt(max(size, 1)),
+        "causal": bool(causal),
+        "keys": _mask("key_mask", key_mask, query, (scores[0], scores[3])),
+        "keep": _mask("keep", keep, query, scores),
+        "keep_scale": 1.0 / (1.0 - p),
+        "engine": engine,
+        "deterministic": bool(deterministic),
+    }
 
 
 def _mask(what: str, mask: Any, query: Any, shape: tuple[int, ...]) -> Any:

@@ -7,10 +7,7 @@ this module knows what is exchanged and not with whom. Shapes: N samples, C chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Protocol
-
-import numpy as np
 
 from ... import kernels
 from ...kernels.precision import wide
@@ -18,6 +15,7 @@ from ..operation import Operation
 from ..recompute import recomputing
 from ..samples import drawn
 from ..tensor import Tensor, unwrap
+from ..wants import WANTED, Pair
 from .normalisation import layer_norm
 from .shapes import reshape
 
@@ -35,96 +33,54 @@ class Peers(Protocol):
         """Return the sum over replicas of float64 arrays of one length. **Collective.**"""
 
 
-def _merged(k: Any, rows: Any, channels: int) -> tuple[Any, Any, Any]:
-    """Return (count, mean, squares) of a batch from those of its parts, added in order.
-
-    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
-    equation 2.1. An empty part changes nothing.
-    """
-    xp = k.xp
-    counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
-    total = counts.sum(axis=0)
-    weights = counts / xp.maximum(total, 1)
-    mean = xp.zeros(channels, np.float64)
-    for i in range(len(rows)):
-        mean += weights[i] * means[i]
-    square = xp.zeros(channels, np.float64)
-    for i in range(len(rows)):
-        away = means[i] - mean
-        square += squares[i] + counts[i] * away * away
-    return total[0], mean, square
-
-
-def _batch_norm(k, x, weight, bias, eps, peers, what, observe):
-    xp, shape = k.xp, x.shape
-    rows = x.reshape(shape[0], shape[1], math.prod(shape[2:]))
+def _batch_norm(k, x, weight, bias, residual, eps, peers, what, running, momentum, relu):
+    gather = None if peers is None else lambda numbers: peers.gather(numbers, f"{what} forward")
     # A part of forward that is computed again takes the statistics of the first time: peers run it when they like.
-    count, mean, squares = drawn(lambda: _statistics(k, rows, peers, what, observe))
-    rstd = 1 / xp.sqrt(squares / xp.maximum(count, 1) + eps)
-    out, normal = k.normalise_channels(rows, mean, rstd, weight, bias)
-    return out.reshape(shape), (normal, rstd, weight, None if bias is None else bias.dtype, count, shape)
+    count, mean, rstd = drawn(
+        lambda: k.channel_statistics(x, eps, gather, None if recomputing() else running, momentum)
+    )
+    out, saved = k.normalise_channels(x, mean, rstd, weight, bias, residual, relu)
+    return out, (saved, weight, bias, count)
 
 
-def _statistics(k, rows, peers, what, observe):
-    """Return count, mean and squares of the whole batch, and show them to who observes."""
-    xp, channels = k.xp, rows.shape[1]
-    mean, squares = k.channel_moments(rows)
-    count: Any = rows.shape[0] * rows.shape[2]
-    if peers is not None:
-        own = xp.empty(1 + 2 * channels, np.float64)
-        own[0] = count
-        own[1 : 1 + channels] = mean
-        own[1 + channels :] = squares
-        count, mean, squares = _merged(k, peers.gather(own, f"{what} forward"), channels)
-    else:
-        count = xp.full((), count, np.float64)
-    if observe is not None and not recomputing():
-        observe(count, mean, squares)
-    return count, mean, squares
-
-
-def _batch_norm_backward(k, saved, g, wants, eps, peers, what, observe):
-    normal, rstd, weight, bias_dtype, count, shape = saved
-    g = g.reshape(normal.shape)
-    sums = k.channel_sums(g, normal)
+def _batch_norm_backward(k, saved, g, wants, eps, peers, what, running, momentum, relu):
+    saved, weight, bias, count = saved
+    gain, shift = _into(k, wants[1], weight), _into(k, wants[2], bias)
     # The parameters' gradients are this part's: they are added up like all others.
-    gradients = [
-        None,
-        None if wants[1] is None else sums[1].astype(weight.dtype),
-        None if wants[2] is None else sums[0].astype(bias_dtype),
-    ]
+    g, other = g if type(g) is Pair else (g, None)
+    sums, g = k.channel_sums(g, saved, gain, shift, other)
     if peers is not None:
         # Also where nobody here wants it: another replica may, and all take part.
         sums = peers.add(sums.reshape(-1), f"{what} backward").reshape(sums.shape)
-    if wants[0] is not None:
-        sums = sums / k.xp.maximum(count, 1)
-        scale = rstd if weight is None else rstd * weight
-        out = k.normalise_channels_backward(g, normal, scale, sums[0], sums[1])
-        gradients[0] = out.reshape(shape)
-    return tuple(gradients)
+    x = None if wants[0] is None else k.normalise_channels_backward(g, saved, sums, count)
+    return x, _written(wants[1], gain), _written(wants[2], shift), None if wants[3] is None else g
 
 
-def _scale_channels(k, x, weight, bias, mean, rstd):
-    rows = x.reshape(x.shape[0], x.shape[1], math.prod(x.shape[2:]))
-    out, normal = k.normalise_channels(rows, mean, rstd, weight, bias)
-    return out.reshape(x.shape), (normal, rstd, weight, None if bias is None else bias.dtype)
+def _into(k, want, like):
+    """Return where a parameter's gradient goes, and what the old contents count."""
+    if want is None:
+        return None
+    return (k.xp.empty(like.shape, like.dtype), 0.0) if want is WANTED else (want.array, want.beta)
 
 
-def _scale_channels_backward(k, saved, g, wants, mean, rstd):
-    normal, rstd, weight, bias_dtype = saved
-    rows = g.reshape(normal.shape)
-    x = gain = shift = None
-    if wants[1] is not None or wants[2] is not None:
-        sums = k.channel_sums(rows, normal)
-        gain = None if wants[1] is None else sums[1].astype(weight.dtype)
-        shift = None if wants[2] is None else sums[0].astype(bias_dtype)
-    if wants[0] is not None:
-        scale = (rstd if weight is None else rstd * weight).astype(wide(g.dtype), copy=False)
-        x = (rows * scale[:, None]).astype(g.dtype, copy=False).reshape(g.shape)
-    return x, gain, shift
+def _written(want, pair):
+    return want if pair is None or want is not WANTED else pair[0]
 
 
-_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2))
+def _scale_channels(k, x, weight, bias, residual, mean, rstd, relu):
+    out, saved = k.normalise_channels(x, mean, rstd, weight, bias, residual, relu)
+    return out, (saved, weight, bias)
+
+
+def _scale_channels_backward(k, saved, g, wants, mean, rstd, relu):
+    saved, weight, bias = saved
+    gain, shift = _into(k, wants[1], weight), _into(k, wants[2], bias)
+    _, g = k.channel_sums(g, saved, gain, shift)
+    x = None if wants[0] is None else k.normalise_channels_backward(g, saved)
+    return x, _written(wants[1], gain), _written(wants[2], shift), None if wants[3] is None else g
+
+
+_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2), pairs=True)
 _apply_scale_channels = Operation("scale_channels", _scale_channels, _scale_channels_backward, wide=(1, 2))
 
 
@@ -132,11 +88,14 @@ def batch_norm(
     x: Any,
     weight: Any = None,
     bias: Any = None,
+    residual: Any = None,
     *,
     eps: float = 1e-5,
+    relu: bool = False,
     peers: Peers | None = None,
     what: str = "batch_norm",
-    observe: Callable[[Any, Any, Any], None] | None = None,
+    running: tuple[Any, Any] | None = None,
+    momentum: float = 0.1,
 ) -> Tensor:
     """Normalise each channel over the samples and places of the batch, then scale and shift it.
 
@@ -147,34 +106,61 @@ def batch_norm(
     Args:
         x: (N, C, ...).
         weight, bias: (C,), or None.
+        residual: added to the result, of the shape of x; or None. One pass does it all.
         eps: added to the variance.
+        relu: take max(., 0) of that as well.
         peers: the replicas that hold the other parts of the batch.
         what: names the caller to the peers.
-        observe: called with the count of the whole batch (0-d), the mean, and the sum of squared differences from it
-            (C,), in float64.
+        running: arrays (C,) of the mean and the unbiased variance, which this call moves by ``momentum`` towards those
+            of the batch. A batch of one value a channel leaves the variance alone, and one with NaN both.
+        momentum: weight of this batch in them.
 
     Raises:
-        ValueError: x without a channel axis.
+        ValueError: x without a channel axis, or a residual of another shape.
 
     Source: Ioffe, Szegedy, "Batch normalization" (2015), algorithm 1.
     """
-    _check_channels("batch_norm", x, weight, bias)
-    return _apply_batch_norm(x, weight, bias, eps=float(eps), peers=peers, what=what, observe=observe)
+    _check_channels("batch_norm", x, weight, bias, residual)
+    return _apply_batch_norm(
+        x,
+        weight,
+        bias,
+        residual,
+        eps=float(eps),
+        peers=peers,
+        what=what,
+        running=running,
+        momentum=float(momentum),
+        relu=bool(relu),
+    )
 
 
-def scale_channels(x: Any, mean: Any, rstd: Any, weight: Any = None, bias: Any = None) -> Tensor:
+def scale_channels(
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    *,
+    relu: bool = False,
+) -> Tensor:
     """Return (x - mean) * rstd * weight + bias, channel by channel, with statistics that are given. **Local.**
 
     Args:
         x: (N, C, ...).
         mean, rstd: arrays (C,), which get no gradient.
         weight, bias: (C,), or None.
+        residual: added to the result, of the shape of x; or None.
+        relu: take max(., 0) of that as well.
 
     Raises:
         ValueError: x without a channel axis, or numbers that do not fit the channels.
     """
-    _check_channels("scale_channels", x, weight, bias)
-    return _apply_scale_channels(x, weight, bias, mean=unwrap(mean), rstd=unwrap(rstd))
+    _check_channels("scale_channels", x, weight, bias, residual)
+    return _apply_scale_channels(
+        x, weight, bias, residual, mean=unwrap(mean), rstd=unwrap(rstd), relu=bool(relu)
+    )
 
 
 def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Tensor:
@@ -208,7 +194,7 @@ def group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, *, eps
     return scale_channels(out, xp.zeros(channels, dtype), xp.ones(channels, dtype), weight, bias)
 
 
-def _check_channels(name: str, x: Any, weight: Any, bias: Any) -> None:
+def _check_channels(name: str, x: Any, weight: Any, bias: Any, residual: Any = None) -> None:
     shape = unwrap(x).shape
     if len(shape) < 2:
         raise ValueError(
@@ -220,3 +206,7 @@ def _check_channels(name: str, x: Any, weight: Any, bias: Any) -> None:
                 f"{name}: expected a {what} of shape {shape[1:2]}, got {unwrap(value).shape}; one number a channel "
                 f"of x, whose shape is {shape}"
             )
+    if residual is not None and unwrap(residual).shape != shape:
+        raise ValueError(
+            f"{name}: expected a residual of x's shape {shape}, got {unwrap(residual).shape}; it is added as it is"
+        )

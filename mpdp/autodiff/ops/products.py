@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...kernels.base import ACTIVATIONS
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
-from ..wants import deliver
+from ..wants import Target, deliver
 from .shapes import reshape
 
 
@@ -19,7 +20,7 @@ def _flat(x):
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _linear(k, x, weight, bias=None):
+def _linear(k, x, weight, bias=None, *, activation=None):
     shape = x.shape
     if weight.ndim != 2 or shape[-1:] != weight.shape[1:]:
         raise ValueError(
@@ -30,29 +31,36 @@ def _linear(k, x, weight, bias=None):
         raise ValueError(
             f"linear: expected a bias of shape {weight.shape[:1]}, got {bias.shape}; one number an output"
         )
-    if len(shape) == 2:
-        return k.linear(x, weight, bias), (x, weight, shape)
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f'activation: expected None, "relu" or "gelu", got {activation!r}; apply others to the result'
+        )
     rows = _flat(x)
-    return k.linear(rows, weight, bias).reshape(shape[:-1] + weight.shape[:1]), (rows, weight, shape)
+    out, kept = k.linear(rows, weight, bias, activation)
+    if len(shape) != 2:
+        out = out.reshape(shape[:-1] + weight.shape[:1])
+    return out, (rows, weight, shape, kept)
 
 
-def _linear_backward(k, saved, g, wants):
-    rows, weight, shape = saved
-    left = None
+def _linear_backward(k, saved, g, wants, *, activation=None):
+    rows, weight, shape, kept = saved
+    g = _flat(g)
+    want = wants[2] if len(wants) == 3 else None
+    into = (want.array, want.beta) if isinstance(want, Target) else ()
+    g, bias = k.activation_backward(g, kept, activation, want is not None, *into)
     if len(shape) == 2:
         left = deliver(wants[0], k.gemm, g, weight)
     else:
-        g = _flat(g)
-        if wants[0] is not None:
-            left = k.gemm(g, weight).reshape(shape)
+        left = None if wants[0] is None else k.gemm(g, weight).reshape(shape)
     right = deliver(wants[1], k.gemm, g.T, rows)
-    if len(wants) == 2:
-        return left, right
-    return left, right, deliver(wants[2], k.sum_to, g, g.shape[1:])
+    return (left, right, want if into else bias)[: len(wants)]
 
 
 linear = Operation("linear", _linear, _linear_backward)
-"""``linear(x, weight, bias=None)``: ``x @ weight.T + bias`` of x (..., i), weight (o, i), bias (o,)."""
+"""``linear(x, weight, bias=None, activation=None)``: ``x @ weight.T + bias`` of x (..., i), weight (o, i), bias (o,).
+
+``activation`` is applied to the result in the same pass: None, ``"relu"`` or ``"gelu"`` (the tanh form).
+"""
 
 
 def _matmul(k, a, b):

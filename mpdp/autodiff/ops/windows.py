@@ -10,21 +10,22 @@ from typing import Any
 from ...kernels.windows import Windows
 from ..operation import Operation
 from ..tensor import Tensor, unwrap
-from ..wants import WANTED
+from ..wants import WANTED, Target
 
 Pair = int | tuple[int, int]
+ENGINES = ("auto", "cudnn", "plain")
 
 
-def _conv2d(k, x, weight, bias, windows, groups, relu):
-    out = k.conv2d(x, weight, bias, windows, groups, relu)
+def _conv2d(k, x, weight, bias, windows, groups, relu, engine):
+    out = k.conv2d(x, weight, bias, windows, groups, relu, engine)
     return out, (x, weight, out if relu else None)
 
 
-def _conv2d_backward(k, saved, g, wants, windows, groups, relu):
+def _conv2d_backward(k, saved, g, wants, windows, groups, relu, engine):
     x, weight, out = saved
-    gx, *rest = k.conv2d_backward(
-        g, x, weight, out, windows, groups, tuple(want is not None for want in wants)
-    )
+    wanted = tuple(want is not None for want in wants)
+    into = tuple((want.array, want.beta) if isinstance(want, Target) else None for want in wants[1:])
+    gx, *rest = k.conv2d_backward(g, x, weight, out, windows, groups, wanted, into, engine)
     return gx, *(_handed(k, want, gradient, weight.dtype) for want, gradient in zip(wants[1:], rest))
 
 
@@ -32,7 +33,8 @@ def _handed(k, want, gradient, dtype):
     """Hand over a gradient that may be wider than its input: memory of a leaf takes it unrounded."""
     if want is None or want is WANTED:
         return None if gradient is None else gradient.astype(dtype, copy=False)
-    k.store(gradient, want.array, want.beta)
+    if gradient is not want.array:
+        k.store(gradient, want.array, want.beta)
     return want
 
 
@@ -52,9 +54,18 @@ def _avg_pool2d_backward(k, shape, g, wants, windows):
     return (k.avg_pool2d_backward(g, shape, windows),)
 
 
+def _global_avg_pool2d(k, x):
+    return k.global_avg_pool2d(x), x.shape
+
+
+def _global_avg_pool2d_backward(k, shape, g, wants):
+    return (k.global_avg_pool2d_backward(g, shape),)
+
+
 _apply_conv2d = Operation("conv2d", _conv2d, _conv2d_backward)
 _apply_max_pool2d = Operation("max_pool2d", _max_pool2d, _max_pool2d_backward)
 _apply_avg_pool2d = Operation("avg_pool2d", _avg_pool2d, _avg_pool2d_backward)
+_apply_global_avg_pool2d = Operation("global_avg_pool2d", _global_avg_pool2d, _global_avg_pool2d_backward)
 
 
 def conv2d(
@@ -67,6 +78,7 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
     relu: bool = False,
+    engine: str = "auto",
 ) -> Tensor:
     """Return the cross-correlation of images with a weight, as layers of that name compute it. **Local.**
 
@@ -80,13 +92,18 @@ def conv2d(
         stride, padding, dilation: pixels, an integer or a pair (down, across).
         groups: parts into which both C and O are cut; a part of O sees its part of C alone.
         relu: take max(out, 0) as well, which saves a pass.
+        engine: ``"plain"``: matrix products; ``"cudnn"``: cuDNN's plans, on a GPU with ``nvidia-cudnn-frontend``, in 16
+            bits or float32; ``"auto"``: cuDNN for what it has, and the log says once what it has not.
 
     Returns:
         (N, O, P, Q) with P = (H + 2 padding - dilation (I - 1) - 1) // stride + 1, and Q likewise.
 
     Raises:
-        ValueError: shapes that do not fit, or an image smaller than the window.
+        ValueError: shapes that do not fit, an image smaller than the window, or an engine that can't do it.
+        MissingDependencyError: ``engine="cudnn"`` without ``nvidia-cudnn-frontend``.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}; choose one")
     shape, kernel = unwrap(x).shape, unwrap(weight).shape
     if len(kernel) != 4 or 0 in kernel[2:]:
         raise ValueError(
@@ -108,7 +125,7 @@ def conv2d(
             f"conv2d: expected a bias of shape {kernel[:1]}, got {unwrap(bias).shape}; one number an output"
         )
     _check_fit("conv2d", shape, windows)
-    return _apply_conv2d(x, weight, bias, windows=windows, groups=int(groups), relu=bool(relu))
+    return _apply_conv2d(x, weight, bias, windows=windows, groups=int(groups), relu=bool(relu), engine=engine)
 
 
 def max_pool2d(
@@ -145,6 +162,18 @@ def avg_pool2d(x: Any, size: Pair, *, stride: Pair | None = None, padding: Pair 
         ValueError: sizes that do not fit.
     """
     return _apply_avg_pool2d(x, windows=_pooling("avg_pool2d", x, size, stride, padding))
+
+
+def global_avg_pool2d(x: Any) -> Tensor:
+    """Return the mean of each channel over all pixels: (N, C, H, W) to (N, C). **Local.**
+
+    Raises:
+        ValueError: x without two axes of pixels.
+    """
+    shape = tuple(unwrap(x).shape)
+    if len(shape) != 4:
+        raise ValueError(f"x: expected shape (samples, channels, height, width), got {shape}; reshape it")
+    return _apply_global_avg_pool2d(x)
 
 
 def pair(what: str, value: Any, least: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@
 //
 // A rank's memory of a lane is shared with the others and holds, from its start: how many pieces of mail each rank has
 // sent to it and taken from it (2 x RANKS words), flags and places (BLOCKS x 2 x RANKS words each), then at the
-// offsets that Lane names two stages a block, two mailboxes a rank, and the rank's own counters.
+// offsets that Lane names two stages a block, two mailboxes a rank, two slots of lines for each rank and block, and the
+// rank's own counters.
 //
 // The block of one rank meets the blocks of the same index of the other ranks, and no others: blocks of one launch
 // never wait for one another, and whichever part of an array a block writes, only its counterparts read. Each meeting
@@ -20,6 +21,7 @@
 #define WAITS 16                  // 1 for each rank that this one has been waiting for, 2 if in vain
 #define LOOKS_UNTIL_NOTED 131072  // 0.1 s
 #define PACK (16 / (i64)sizeof(T))
+#define EACH (8 / (i64)sizeof(T))  // elements of a line
 #define UNROLL (W <= 2 ? 4 : W <= 4 ? 2 : 1)
 
 struct Lane {
@@ -27,7 +29,7 @@ struct Lane {
     u32* host;        // words in pinned host memory
     u32* halt;        // the halt latch of this rank, in device memory
     u64* regions;     // addresses of each region, by rank
-    i64 rank, blocks, stages, stage_bytes, mails, mail_bytes, counters;
+    i64 rank, blocks, stages, stage_bytes, mails, mail_bytes, lines, line_bytes, counters;
 };
 
 struct Call {
@@ -40,7 +42,7 @@ struct Call {
     i64 maximum;             // instead of the sum
     i64 root;                // the rank whose array is copied, or -1: each gives its own part
     i64 targets;             // bit r: rank r gets what this rank makes
-    i64 small;               // one phase through the stages
+    i64 small;               // 1: one phase through the stages; 2: in lines
 };
 
 // -- arithmetic, in the order of ranks -----------------------------------------------------------------------
@@ -143,9 +145,11 @@ __device__ bool stopped(const Lane& lane, int peer) {
     return true;
 }
 
-template <class Test> __device__ bool wait_for(const Lane& lane, const u64* word, int peer, u64& seen, Test there) {
+// ACQUIRE: what its owner wrote before the word is then there too.
+template <bool ACQUIRE, class Test>
+__device__ bool wait_for(const Lane& lane, const u64* word, int peer, u64& seen, Test there) {
     bool noted = false;
-    for (u32 looks = 1; !there(seen = load_acquire(word)); looks++) {
+    for (u32 looks = 1; !there(seen = ACQUIRE ? load_acquire(word) : load_flag(word)); looks++) {
         if (looks % 256 == 0 && stopped(lane, peer)) return false;
         if (looks % LOOKS_UNTIL_NOTED == 0 && blockIdx.x == 0) {
             store_relaxed(lane.host + WAITS + peer, 1);
@@ -165,6 +169,19 @@ __device__ __forceinline__ u64* places(const Lane& lane, int owner, u32 tick) {
     return flags(lane, owner, tick) + lane.blocks * 2 * RANKS;
 }
 
+// Wait for the flag of a peer and compare signatures. False: a rank has failed, or is in another call.
+template <bool ACQUIRE> __device__ bool met(const Lane& lane, u32 tick, u32 signature, int peer) {
+    u64 seen = 0;
+    if (!wait_for<ACQUIRE>(lane, flags(lane, (int)lane.rank, tick) + peer, peer, seen,
+                           [tick](u64 flag) { return (u32)(flag >> 32) == tick; }))
+        return false;
+    if ((u32)seen == signature) return true;
+    store_relaxed(lane.host + OWN_CALL, signature);
+    store_relaxed(lane.host + MISMATCH, 1 + peer);
+    store_relaxed(lane.halt, 1);
+    return false;
+}
+
 // Meet the blocks of this index of all ranks: what each has written is then read by all. False: a rank has failed.
 __device__ bool meet(const Lane& lane, u32& tick, const Call& call, bool with_place) {
     const int rank = (int)lane.rank;
@@ -176,19 +193,8 @@ __device__ bool meet(const Lane& lane, u32& tick, const Call& call, bool with_pl
         if (with_place) places(lane, peer, tick)[rank] = call.place;
         store_release(flags(lane, peer, tick) + rank, (u64)tick << 32 | signature);
     }
-    for (int peer = threadIdx.x; peer < W; peer += blockDim.x) {
-        u64 seen = 0;
-        const u32 number = tick;
-        if (!wait_for(lane, flags(lane, rank, tick) + peer, peer, seen,
-                      [number](u64 flag) { return (u32)(flag >> 32) == number; })) {
-            good = false;
-        } else if ((u32)seen != signature) {
-            store_relaxed(lane.host + OWN_CALL, signature);
-            store_relaxed(lane.host + MISMATCH, 1 + peer);
-            store_relaxed(lane.halt, 1);
-            good = false;
-        }
-    }
+    for (int peer = threadIdx.x; peer < W; peer += blockDim.x)
+        good = met<true>(lane, tick, signature, peer) && good;
     return __syncthreads_and(good);
 }
 
@@ -268,12 +274,97 @@ __device__ __forceinline__ bool in_pieces(const Lane& lane, const Call& call, u3
     return true;
 }
 
+// Small sums. A line is two words of 8 bytes, each 4 bytes of content and the number of the meeting, which travel
+// together: whoever reads the number has the content. So nothing has to be released or acquired, and each rank writes
+// its content into the slots that the others read. A slot is written again two meetings on; its owner has met the
+// writer in a later kernel by then.
+union Line {
+    u64 word;
+    T v[EACH];
+};
+
+__device__ __forceinline__ Line line_of(const T* from, i64 n) {
+    Line line;
+    if (n >= EACH && (u64)from % 8 == 0) {
+        line.word = *(const u64*)from;
+    } else {
+        line.word = 0;
+        #pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (i < n) line.v[i] = from[i];
+    }
+    return line;
+}
+
+#if !COPIES
+__device__ __forceinline__ bool in_lines(const Lane& lane, const Call& call, u32& tick, bool halted) {
+    const int rank = (int)lane.rank;
+    const u32 signature = (u32)call.signature;
+    const i64 share = ((call.count + gridDim.x - 1) / gridDim.x + EACH - 1) / EACH * EACH;
+    const i64 first = least(blockIdx.x * share, call.count), n = least(share, call.count - first);
+    T* array = (T*)call.array + first;
+    tick++;
+    bool good = !halted;
+    const i64 slots = lane.lines + ((i64)blockIdx.x * 2 + (tick & 1)) * W * lane.line_bytes;
+    const char* own_slots = lane.memory[rank] + slots;
+    for (int peer = blockDim.x - 1 - threadIdx.x; good && peer < W; peer += blockDim.x)
+        store_flag(flags(lane, peer, tick) + rank, (u64)tick << 32 | signature);
+    for (i64 i = threadIdx.x; good && i * EACH < n; i += blockDim.x) {
+        const Line own = line_of(array + i * EACH, n - i * EACH);
+        #pragma unroll
+        for (int k = 0; k < W; k++)
+            if (k != rank) store_line(lane.memory[k] + slots + rank * lane.line_bytes + i * 16, own.word, tick);
+    }
+    // The last threads look at the flags, while the first wait for content.
+    for (int peer = blockDim.x - 1 - threadIdx.x; peer < W; peer += blockDim.x)
+        good = good && met<false>(lane, tick, signature, peer);
+    for (i64 i = threadIdx.x; good && i * EACH < n; i += blockDim.x) {
+        Line lines[W];
+        u32 missing = 1;
+        for (u32 looks = 1; missing && good; looks++) {
+            missing = 0;
+            #pragma unroll
+            for (int k = 0; k < W; k++)
+                if (k != rank && !load_line(own_slots + k * lane.line_bytes + i * 16, lines[k].word, tick)) missing = 1 + k;
+            if (missing && looks % 256 == 0) good = !stopped(lane, missing - 1);
+        }
+        if (!good) break;
+        T* at = array + i * EACH;
+        const Line own = line_of(at, n - i * EACH);
+        Line made;
+        #pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            A sum = widened(rank ? lines[0].v[e] : own.v[e]);
+            #pragma unroll
+            for (int k = 1; k < W; k++) sum = combine(sum, widened(k == rank ? own.v[e] : lines[k].v[e]), call.maximum);
+            made.v[e] = W > 1 ? narrowed(sum) : own.v[e];
+        }
+        const i64 lo = call.keep_from - first - i * EACH, hi = least(call.keep_to - first, n) - i * EACH;
+        if (lo <= 0 && hi >= EACH && (u64)at % 8 == 0) {
+            *(u64*)at = made.word;
+        } else {
+            #pragma unroll
+            for (int e = 0; e < EACH; e++)
+                if (e >= lo && e < hi) at[e] = made.v[e];
+        }
+    }
+    return __syncthreads_and(good);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(512) collective(GIVEN Lane lane, GIVEN Call call) {
     __shared__ T* arrays[W];
     const int rank = (int)lane.rank;
     u32* counters = (u32*)(lane.memory[rank] + lane.counters) + 4 * RANKS + 2 * blockIdx.x;
     u32 tick = counters[0], piece = counters[1];
-    if (__syncthreads_or(load_relaxed(lane.halt))) return;
+    const bool halted = load_relaxed(lane.halt);
+#if !COPIES
+    if (call.small == 2) {
+        if (in_lines(lane, call, tick, halted) && threadIdx.x == 0) counters[0] = tick;
+        return;
+    }
+#endif
+    if (__syncthreads_or(halted)) return;
     if (call.small) {
         if (!in_pieces(lane, call, tick, piece)) return;
     } else {
@@ -311,8 +402,8 @@ extern "C" __global__ void __launch_bounds__(512) send_mail(GIVEN Lane lane, cha
         if (threadIdx.x == 0 && number >= 2) {  // the box is free when all but one piece before have been taken
             const u64 least_taken = number - 1;
             u64 seen = 0;
-            good = wait_for(lane, (u64*)lane.memory[rank] + RANKS + peer, peer, seen,
-                            [least_taken](u64 taken) { return taken >= least_taken; });
+            good = wait_for<true>(lane, (u64*)lane.memory[rank] + RANKS + peer, peer, seen,
+                                  [least_taken](u64 taken) { return taken >= least_taken; });
         }
         if (!__syncthreads_and(good)) return;
         char* box = lane.memory[peer] + lane.mails + (rank * 2 + (i64)(number & 1)) * lane.mail_bytes;
@@ -333,8 +424,8 @@ extern "C" __global__ void __launch_bounds__(512) receive_mail(GIVEN Lane lane, 
         if (threadIdx.x == 0) {
             const u64 before = number;
             u64 seen = 0;
-            good = wait_for(lane, (u64*)lane.memory[rank] + peer, peer, seen,
-                            [before](u64 sent) { return sent > before; });
+            good = wait_for<true>(lane, (u64*)lane.memory[rank] + peer, peer, seen,
+                                  [before](u64 sent) { return sent > before; });
         }
         if (!__syncthreads_and(good)) return;
         char* box = lane.memory[rank] + lane.mails + (peer * 2 + (i64)(number & 1)) * lane.mail_bytes;

@@ -1,4 +1,4 @@
-// Checks of indices, rows by index, and sums over equal indices. INDEX: type of the indices.
+// Checks of indices, and rows by index. INDEX: type of the indices.
 
 // -- checks -------------------------------------------------------------------------------------------------
 // A bad index is written into a record in pinned host memory, which the host reads without asking the device.
@@ -66,6 +66,44 @@ extern "C" __global__ void check_finish(const INDEX* index, i64 chunks, double* 
     FINISH(counted, first)
 }
 
+// For few short rows the check, the losses and their sum, in one block: W top and sum of exp(x - top) of each row of
+// x (n, width) for backward, and the sum of -log softmax(x)[index].
+extern "C" __global__ void check_and_loss(const INDEX* index, i64 n, i64 width, i64 ignore, double* count,
+                                          Record* record, const T* x, W* tops, W* sums, O* total, WHERE) {
+    i64 first = NONE, counted = 0;
+    double losses = 0;
+    for (i64 row = threadIdx.x / 32; row < n; row += blockDim.x / 32) {
+        const T* from = x + row * width;
+        W top = -infinity((W)0), sum = 0;
+        bool lost = false;  // a maximum does not keep NaN
+        for (i64 c = threadIdx.x % 32; c < width; c += 32) {
+            W value = wide(from[c]);
+            lost |= value != value;
+            top = value > top ? value : top;
+        }
+        for (int offset = 16; offset; offset >>= 1) {
+            W other = __shfl_xor_sync(0xffffffffu, top, offset);
+            top = other > top ? other : top;
+        }
+        if (__any_sync(0xffffffffu, lost)) top = not_a_number((W)0);
+        for (i64 c = threadIdx.x % 32; c < width; c += 32) sum += exp(wide(from[c]) - top);
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 != 0) continue;
+        i64 label = (i64)index[row];
+        bool bad = label < 0 || label >= width;
+        tops[row] = top, sums[row] = sum;
+        if (label == ignore) continue;
+        counted++;
+        if (bad && row < first) first = row;
+        losses += bad ? not_a_number(0.0) : (double)(log(sum) - (wide(from[label]) - top));
+    }
+    counted = block_sum(counted);
+    losses = block_sum(losses);
+    block_minimum(first);
+    if (threadIdx.x == 0) *total = As<O>::of(losses);
+    FINISH(counted, first)
+}
+
 // -- rows ---------------------------------------------------------------------------------------------------
 
 // Block (32, 8) copies eight rows; an index out of range gives NaN.
@@ -76,54 +114,4 @@ extern "C" __global__ void gather(const T* table, const INDEX* index, T* out, i6
     bool bad = row < 0 || row >= rows;
     for (i64 c = threadIdx.x; c < width; c += 32)
         out[i * width + c] = bad ? As<T>::of(not_a_number((W)0)) : table[row * width + c];
-}
-
-// -- sums over equal indices --------------------------------------------------------------------------------
-// `sorted` holds the indices in order and `order` where each came from. starts[r] is where row r begins.
-
-extern "C" __global__ void segment_starts(const i64* sorted, i64* starts, i64 n, i64 rows) {
-    i64 i = thread();
-    if (i > n) return;
-    i64 before = i ? sorted[i - 1] : -1, here = i < n ? sorted[i] : rows;
-    if (here > rows) here = rows;
-    for (i64 row = before + 1 > 0 ? before + 1 : 0; row <= here; row++) starts[row] = i;
-}
-
-#define TILE 64  // sorted positions that are summed at once where all have one index
-
-extern "C" __global__ void tile_sums(const T* g, const i64* sorted, const i64* order, W* tiles, i64 n, i64 width) {
-    i64 i = thread(), tile = i / width, c = i - tile * width;
-    if (tile >= n / TILE || sorted[tile * TILE] != sorted[tile * TILE + TILE - 1]) return;
-    W sum = 0;
-    #pragma unroll 8
-    for (i64 p = tile * TILE; p < (tile + 1) * TILE; p++) sum += wide(g[order[p] * width + c]);
-    tiles[i] = sum;
-}
-
-// Adds the tokens before the first whole tile, the tiles, and those behind the last. Wide rows: block (32, 8), a
-// warp for 32 columns of a row. Narrow ones, with a flat block: a thread an element of the result.
-extern "C" __global__ void segment_sums(const T* g, const i64* order, const i64* starts, const W* tiles, O* out,
-                                        i64 rows, i64 width, i64 accumulate) {
-    i64 row, c;
-    if (blockDim.y > 1) {
-        row = blockIdx.x * (i64)blockDim.y + threadIdx.y;
-        c = blockIdx.y * 32LL + threadIdx.x;
-    } else {
-        row = thread() / width;
-        c = thread() - row * width;
-    }
-    if (row >= rows || c >= width) return;
-    i64 start = starts[row], stop = starts[row + 1], i = row * width + c;
-    if (accumulate && start == stop) return;
-    W sum = 0;
-    i64 first = (start + TILE - 1) / TILE, last = stop / TILE, head = last > first ? first * TILE : stop;
-    #pragma unroll 4
-    for (i64 p = start; p < head; p++) sum += wide(g[order[p] * width + c]);
-    if (last > first) {
-        #pragma unroll 8
-        for (i64 t = first; t < last; t++) sum += tiles[t * width + c];
-        #pragma unroll 4
-        for (i64 p = last * TILE; p < stop; p++) sum += wide(g[order[p] * width + c]);
-    }
-    out[i] = As<O>::of(accumulate ? sum + (W)wide(out[i]) : sum);
 }

@@ -46,10 +46,16 @@ template <> struct As<f16> {
 };
 template <> struct As<bf16> {
     static __device__ __forceinline__ bf16 of(float x) {
+#if __CUDA_ARCH__ >= 800
+        bf16 out;  // one instruction in place of six
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+        return out;
+#else
         u32 bits = __float_as_uint(x);
         if (x == x) bits += 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
         else bits |= 0x400000;                            // NaN stays NaN when its low half goes
         return bf16{(u16)(bits >> 16)};
+#endif
     }
     static __device__ __forceinline__ bf16 of(double x) { return of((float)x); }
 };
@@ -65,6 +71,34 @@ template <class T> struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) Four 
 
 template <class T> __device__ __forceinline__ bool packed(const T* p) {
     return ((u64)p & (alignof(Four<T>) - 1)) == 0;
+}
+
+// -- sixteen bytes of T, or as many elements of another type A ------------------------------------------------
+
+template <class T> struct alignas(16) Sixteen { T v[16 / sizeof(T)]; };
+
+// Reads N elements at p, an address of N * sizeof(A) bytes, at most 16 of them at once.
+template <int N, class A, class W> __device__ __forceinline__ void read(const A* p, W* to) {
+    constexpr int most = 16 / sizeof(A) < N ? 16 / sizeof(A) : N;
+    struct alignas(most * sizeof(A)) Part { A v[most]; };
+    #pragma unroll
+    for (int i = 0; i < N; i += most) {
+        Part part = *(const Part*)(p + i);
+        #pragma unroll
+        for (int k = 0; k < most; k++) to[i + k] = wide(part.v[k]);
+    }
+}
+
+template <int N, class A, class W> __device__ __forceinline__ void write(A* p, const W* from) {
+    constexpr int most = 16 / sizeof(A) < N ? 16 / sizeof(A) : N;
+    struct alignas(most * sizeof(A)) Part { A v[most]; };
+    #pragma unroll
+    for (int i = 0; i < N; i += most) {
+        Part part;
+        #pragma unroll
+        for (int k = 0; k < most; k++) part.v[k] = As<A>::of(from[i + k]);
+        *(Part*)(p + i) = part;
+    }
 }
 
 __device__ __forceinline__ i64 thread() { return blockIdx.x * (i64)blockDim.x + threadIdx.x; }

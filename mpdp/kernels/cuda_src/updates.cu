@@ -35,7 +35,9 @@ template <class A> __device__ __forceinline__ void write(A* to, i64 i, int count
 }
 
 extern "C" __global__ void sgd(P* weights, C* copy, const G* gradient, S* velocity, i64 n, NUMBER(scale),
-                               NUMBER(lr), NUMBER(momentum), NUMBER(decay), i64 decays, i64 nesterov) {
+                               NUMBER(lr), NUMBER(momentum), NUMBER(decay), i64 decays, i64 nesterov,
+                               const i64* when) {
+    if (when && !*when) return;
     bool together = packed(weights) && packed(copy) && packed(gradient) && packed(velocity);
     fours(together, n, [=](i64 i, int count, bool whole) {
         i64 block = i / BLOCK;
@@ -64,7 +66,8 @@ extern "C" __global__ void sgd(P* weights, C* copy, const G* gradient, S* veloci
 
 extern "C" __global__ void adam(P* weights, C* copy, const G* gradient, S* mean, S* variance, i64 n, NUMBER(scale),
                                 NUMBER(step), NUMBER(eps), double beta1, double beta2, NUMBER(decay), i64 decays,
-                                NUMBER(shrink), i64 shrinks) {
+                                NUMBER(shrink), i64 shrinks, const i64* when) {
+    if (when && !*when) return;
     bool together = packed(weights) && packed(copy) && packed(gradient) && packed(mean) && packed(variance);
     S keep1 = (S)beta1, keep2 = (S)beta2, rest1 = (S)(1 - beta1), rest2 = (S)(1 - beta2);
     fours(together, n, [=](i64 i, int count, bool whole) {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...autodiff import Tensor, ops
+from ...autodiff import Tensor
 from ..convolution import Conv2d, MaxPool2d
 from ..layers import Flatten, Linear, ReLU, Sequential
 from ..module import Module
@@ -69,14 +69,14 @@ class ConvNet(Module):
         self.conv2 = Conv2d(32, 64, 3, dtype=dtype)
         self.pool = MaxPool2d(2)
         self.flatten = Flatten()
-        self.linear1 = Linear(64 * side * side, 128, dtype=dtype)
+        self.linear1 = Linear(64 * side * side, 128, dtype=dtype, activation="relu")
         self.linear2 = Linear(128, classes, dtype=dtype)
 
     def forward(self, x: Any) -> Tensor:
         """Return logits (N, classes) of images (N, channels, size, size)."""
         x = self.conv1(x, relu=True)
         x = self.pool(self.conv2(x), relu=True)  # as ReLU before it: the maximum of what is above 0
-        return self.linear2(ops.relu(self.linear1(self.flatten(x))))
+        return self.linear2(self.linear1(self.flatten(x)))
 
 
 def convnet(classes: int = 10, channels: int = 1, size: int = 28, dtype: Any = "float32") -> ConvNet:

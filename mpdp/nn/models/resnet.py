@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...autodiff import Tensor, ops
+from ...autodiff import Tensor
 from ...kernels import random
 from ...kernels.random import Key
 from ..convolution import Conv2d, GlobalAvgPool2d, MaxPool2d
@@ -23,7 +23,7 @@ from ..layers import Linear, Sequential
 from ..module import Module
 from ..normalisation import BatchNorm2d
 
-Norm = Callable[[int], Module]
+Norm = Callable[[int], BatchNorm2d]
 
 
 def _by_outputs(key: Key, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -49,9 +49,9 @@ class BasicBlock(Module):
 
     def forward(self, x: Any) -> Tensor:
         """Apply the block to x of shape (N, C, H, W)."""
-        out = ops.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        return ops.relu(out + (x if self.downsample is None else self.downsample(x)))
+        out = self.bn1(self.conv1(x), relu=True)
+        beside = x if self.downsample is None else self.downsample(x)
+        return self.bn2(self.conv2(out), beside, relu=True)
 
 
 class Bottleneck(Module):
@@ -69,10 +69,10 @@ class Bottleneck(Module):
 
     def forward(self, x: Any) -> Tensor:
         """Apply the block to x of shape (N, C, H, W)."""
-        out = ops.relu(self.bn1(self.conv1(x)))
-        out = ops.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        return ops.relu(out + (x if self.downsample is None else self.downsample(x)))
+        out = self.bn1(self.conv1(x), relu=True)
+        out = self.bn2(self.conv2(out), relu=True)
+        beside = x if self.downsample is None else self.downsample(x)
+        return self.bn3(self.conv3(out), beside, relu=True)
 
 
 def _downsample(inputs: int, outputs: int, stride: int, norm: Norm, dtype: Any) -> Sequential | None:

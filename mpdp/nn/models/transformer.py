@@ -13,7 +13,7 @@ from typing import Any
 
 from ...autodiff import Tensor, ops
 from .. import init
-from ..attention import TransformerBlock
+from ..attention import TransformerBlock, add_and_normalise
 from ..layers import Dropout, Embedding, LayerNorm
 from ..module import Module
 
@@ -77,12 +77,17 @@ class GPT(Module):
         t = index.shape[1]
         if t > self.context:
             raise ValueError(f"index: expected at most {self.context} tokens a sequence, got {t}; cut it")
-        x = self.tokens(index) + self.positions.weight[:t]
+        x: Any = ops.token_embedding(self.tokens.weight, self.positions.weight, index)
         if self.drop is not None:
             x = self.drop(x)
+        added = None  # what a block leaves to be added to x
         for block in self.blocks:
-            x = block(x)
-        return ops.linear(self.norm(x), self.tokens.weight)
+            if block.recompute:
+                x, added = block(x if added is None else x + added), None
+            else:
+                x, added = block.parts(x, added)
+        normal = self.norm(x) if added is None else add_and_normalise(self.norm, x, added)[1]
+        return ops.linear(normal, self.tokens.weight)
 
 
 def gpt(preset: str, dtype: Any = "float32", dropout: float = 0.0, **sizes: int) -> GPT:

@@ -10,7 +10,7 @@ import mpdp
 world = mpdp.init()
 record(
     {
-        "cores": mpdp.threads.cores(),
+        "cores": mpdp.cores.cores(),
         "bound": len(os.sched_getaffinity(0)),
         "threads": max(pool["num_threads"] for pool in threadpool_info()),
         "node": os.cpu_count(),

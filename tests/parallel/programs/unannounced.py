@@ -11,8 +11,8 @@ if any(name in os.environ for name in NAMES):
 from launching import record  # noqa: E402
 
 import mpdp  # noqa: E402
-from mpdp import threads  # noqa: E402
+from mpdp import cores  # noqa: E402
 from mpdp.world import blas_threads  # noqa: E402
 
 world = mpdp.init()
-record([world.local_size, blas_threads(), threads.per_rank(world.local_size)])
+record([world.local_size, blas_threads(), cores.per_rank(world.local_size)])

@@ -224,7 +224,7 @@ def test_rules_run_with_the_arrays_device_as_the_current_one(monkeypatch):
         seen.append(k.is_current())
         return (g * 3,)
 
-    monkeypatch.setattr(kernels, "_cuda", cache(lambda ordinal: Away()))
+    monkeypatch.setattr(kernels, "_cuda", cache(lambda ordinal, holder: Away()))
     x = Tensor(Elsewhere(2))
     x._requires_grad = True
     autodiff.register("away", forward, backward)(x).backward([1.0, 1.0])

@@ -5,7 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpdp.bench.reductions import GRAPH_CALLS, MANY, GpuMemory, HostMemory, as_dtype, content, ways
+from mpdp.bench.reductions import (
+    GRAPH_BYTES,
+    GRAPH_CALLS,
+    MANY,
+    GpuMemory,
+    HostMemory,
+    as_dtype,
+    content,
+    ways,
+)
 from mpdp.comm.base import FLOATS, INTEGERS, Buffer
 from mpdp.comm.solo import SoloCommunicator
 from mpdp.device import CPU
@@ -134,7 +143,9 @@ def test_a_gpu_is_waited_for_before_and_after_what_is_timed():
     assert gpu.done == ["synchronize", "launch 1", "synchronize"]
 
 
-def test_a_large_size_is_captured_alone_and_staging_not_at_all():
+def test_a_graph_holds_fewer_large_calls_and_staging_is_not_captured():
     _, (eager, graph) = on_gpu(MANY // 4 + 1)
-    assert graph.at_once == eager.at_once == 1
+    assert (eager.at_once, graph.at_once) == (1, GRAPH_CALLS)
+    assert on_gpu(GRAPH_BYTES // 20)[1][1].at_once == 5
+    assert on_gpu(GRAPH_BYTES // 4 + 1)[1][1].at_once == 1
     assert [way.name for way in on_gpu(1024, "staged(mpi)")[1]] == ["staged(mpi)"]

@@ -41,6 +41,11 @@ def test_every_size_that_is_tried_may_be_kept(tmp_path, monkeypatch):
     for size in tune.MPI_PIECES:
         write("mpi", {}, {"piece_bytes": size})
     assert set(tried) == set(TUNABLE["shared_memory"])
+    tried = {"small_bytes": (64, *tune.GPU_SMALL), "chunk_bytes": tune.CHUNKS}
+    for name, sizes in tried.items():
+        for size in sizes:
+            write("cuda_ipc", {}, {name: size})
+    assert set(tried) == set(TUNABLE["cuda_ipc"])
 
 
 def test_one_rank_has_nothing_to_tune(capsys):
@@ -56,9 +61,9 @@ def test_choices_of_the_table_do_not_go_with_it(words, capsys):
     assert "--tune: expected no other choice than --transports shared_memory,mpi" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_gpus_are_not_tuned_yet(device, capsys):
+@pytest.mark.parametrize(("device", "known"), [("cuda", "cuda_ipc"), ("auto", "shared_memory,mpi,cuda_ipc")])
+def test_each_device_has_transports_of_its_own(device, known, capsys):
     with pytest.raises(SystemExit) as caught:
-        bench.main(["all-reduce", "--tune", "--device", device])
+        bench.main(["all-reduce", "--tune", "--device", device, "--transports", "nccl"])
     assert caught.value.code == 2
-    assert f"--tune: expected --device cpu, got {device}" in capsys.readouterr().err
+    assert f"--tune: expected no other choice than --transports {known}" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_without_n_there_is_a_rank_a_gpu_and_two_where_there_is_none(
 
 def test_threads_heed_the_quota_of_a_container(script, mpich, capsys, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("mpdp.threads._quota", lambda: 1)
+    monkeypatch.setattr("mpdp.cores._quota", lambda: 1)
     assert run.main(["--dry-run", "-n", "1", script]) == 0
     assert "OMP_NUM_THREADS=1 " in capsys.readouterr().out
 

@@ -74,7 +74,7 @@ def test_versions_of_nccl():
             APART,
             None,
             1,
-            "staged",
+            f"staged({HERE})",
             "not cuda_ipc: no peer access between GPUs 0 and 1; not nccl: it is not installed",
         ),
         (BOTH, "2.29.7", 3, "nccl", "not cuda_ipc: the ranks are on 3 nodes; staged where ranks share a GPU"),
@@ -82,7 +82,7 @@ def test_versions_of_nccl():
             BOTH,
             None,
             3,
-            "staged",
+            f"staged({HERE.replace('shared_memory', 'two_level')})",
             "not cuda_ipc: the ranks are on 3 nodes; not nccl: it is not installed",
         ),
     ],
@@ -90,6 +90,12 @@ def test_versions_of_nccl():
 def test_what_auto_would_take_for_gpus(peers, nccl, nodes, transport, reason):
     gpus = {"peer_access": peers, "mps": False, "nccl": nccl}
     assert foresee(gpus, nodes, {})["gpu"] == {"transport": transport, "reason": reason}
+    shared = foresee(gpus, nodes, {}, ranks=3, ranks_per_gpu=2)
+    if transport == "cuda_ipc":
+        assert shared["gpu"]["transport"] == transport
+    else:
+        assert shared["gpu"]["transport"] == f"staged({shared['cpu']['transport']})"
+        assert shared["gpu"]["reason"].endswith("; not nccl: 2 ranks share a GPU")
 
 
 def test_what_auto_would_take_for_cpu_ranks():
@@ -127,7 +133,7 @@ def test_the_doctor_says_it(monkeypatch, capsys):
     report, _ = doctor.examine()
     assert report["gpus"]["peer_access"] == APART and report["gpus"]["mps"] is True
     assert report["auto"]["cpu"] == {"transport": "shared_memory", "reason": "all ranks are on one node"}
-    assert report["auto"]["gpu"]["transport"] in ("nccl", "staged")
+    assert report["auto"]["gpu"]["transport"] in ("nccl", "staged(shared_memory)")
     table = doctor._table(report)
     assert "peer access: none between GPUs 0 and 1; CUDA MPS: runs" in table
     assert 'transport "auto" for CPU ranks: shared_memory (all ranks are on one node)' in table

@@ -106,3 +106,19 @@ def test_what_is_asked_for_and_cannot_work_is_an_error(found, requested, situati
     with pytest.raises(CommunicationError, match=message) as info:
         found(requested, **situation)
     assert info.value.agreed
+
+
+@pytest.mark.parametrize("requested", ["auto", "cuda_ipc"])
+def test_sizes_that_were_measured_on_gpus_go_to_cuda_ipc(monkeypatch, requested):
+    given = []
+
+    def make(host, device, **sizes):
+        given.append(sizes)
+        return SimpleNamespace(transport="cuda_ipc")
+
+    monkeypatch.setitem(choosing.MAKERS, "cuda_ipc", make)
+    sizes = {"small_bytes": 64 << 10, "chunk_bytes": 8 << 20}
+    for tuned in ({}, {"cuda_ipc": sizes, "mpi": {"piece_bytes": 1 << 20}}):
+        _, reason = choose(requested, Mpi(2), GPU, 0, 1, lambda level, line: None, 1, tuned)
+        assert reason.endswith("; tuned: small_bytes 65536, chunk_bytes 8388608") == bool(tuned)
+    assert given == [{}, sizes]

@@ -7,18 +7,25 @@ import emulated_gpu
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_gpu import Array, EmulatedGpu, ThreadRanks, in_all
+from emulated_gpu import Array, CountedMarks, EmulatedGpu, ThreadRanks, in_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpdp.comm.cuda_ipc import CudaIpcCommunicator
 from mpdp.comm.cuda_lane import ABORT, Sizes
+from mpdp.comm.spans import STREAM, Spans
 from mpdp.device import CPU, Device
 from mpdp.errors import CommunicationError, DeviceError, RankFailedError
 
 GPU = Device("cuda", 0)
 BF16 = np.dtype(ml_dtypes.bfloat16)
-TINY = {"small_bytes": 96, "stage_bytes": 64, "mail_bytes": 32, "most_blocks": {"bulk": 3, "urgent": 2}}
+TINY = {
+    "small_bytes": 96,
+    "stage_bytes": 64,
+    "mail_bytes": 32,
+    "share_bytes": 16,
+    "most_blocks": {"bulk": 3, "urgent": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -375,8 +382,10 @@ def test_wrong_arrays_are_refused(worlds):
     odd = odd[1 + -odd.data.ptr % 4 :][:8].view(np.float32)
     with pytest.raises(ValueError, match=r"array: expected an address that is a multiple of 4 bytes"):
         comm.all_reduce(odd)
-    with pytest.raises(ValueError, match=r"stage_bytes, mail_bytes: expected multiples of 16, got 24 and 32"):
-        Sizes(2, 1, 24, 32, 0)
+    with pytest.raises(
+        ValueError, match=r"stage_bytes, mail_bytes, share_bytes: expected multiples of 16, got 24, 32 and 16"
+    ):
+        Sizes(2, 1, 24, 32, 0, 16)
 
 
 def test_the_words_agree_with_the_kernel():
@@ -389,3 +398,96 @@ def test_the_words_agree_with_the_kernel():
     assert f"#define RANKS {cuda_lane.MOST_RANKS} " in text
     assert f"#define PLACE_BITS {cuda_memory.PLACE_BITS} " in text
     assert ABORT == 0
+
+
+class _LoggedGpu(EmulatedGpu):
+    """Streams by name, of which some are being captured; notes the order that is asked of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.captured, self.order = "main", set(), []
+
+    def current(self):
+        return self.now
+
+    def stream(self):
+        return "lane"
+
+    def capturing(self, stream):
+        return stream in self.captured
+
+    def mark(self, event, stream):
+        event[:] = [stream]
+
+    def join(self, stream, event):
+        self.order.append(f"{stream} behind {event[0]}")
+
+    def asked(self):
+        order, self.order = self.order, []
+        return order
+
+
+def test_kernels_of_a_lane_come_one_behind_the_other_on_whichever_stream():
+    gpu = _LoggedGpu()
+    comm = CudaIpcCommunicator(ThreadRanks.world(1)[0], GPU, gpu=gpu, **TINY)
+    lane = comm._lanes["bulk"]
+    launched = []
+    lane.run(launched.append)
+    lane.run(launched.append)
+    assert gpu.asked() == []  # of one stream, as it is
+    event = lane.start(launched.append)
+    assert gpu.asked() == ["lane behind main"] and event == ["lane"]
+    lane.start(launched.append)
+    assert gpu.asked() == ["lane behind main"]
+    lane.run(launched.append)
+    assert gpu.asked() == ["main behind lane"]
+    gpu.now = "other"
+    lane.run(launched.append)
+    assert gpu.asked() == ["other behind main"]
+    gpu.now = "third"
+    lane.start(launched.append)
+    assert gpu.asked() == ["lane behind third", "lane behind other"]
+    assert launched == ["main", "main", "lane", "lane", "main", "other", "lane"]
+
+
+def test_a_capture_takes_no_order_from_what_ran_before_it():
+    gpu = _LoggedGpu()
+    comm = CudaIpcCommunicator(ThreadRanks.world(1)[0], GPU, gpu=gpu, **TINY)
+    lane = comm._lanes["urgent"]
+    lane.start(lambda stream: None)
+    gpu.asked()
+    gpu.captured = {"main"}
+    lane.run(lambda stream: None)
+    assert gpu.asked() == []  # CUDA refuses a wait for what is outside of the graph
+    gpu.captured = {"main", "lane"}  # it is captured from the first wait on
+    lane.start(lambda stream: None)
+    assert gpu.asked() == ["lane behind main"]
+    lane.run(lambda stream: None)
+    assert gpu.asked() == ["main behind lane"]
+    gpu.captured, gpu.now = set(), "other"
+    lane.run(lambda stream: None)
+    assert gpu.asked() == ["other behind main"]
+
+
+def test_a_kernel_is_noted_on_the_stream_that_it_runs_on():
+    gpu = _LoggedGpu()
+    comm = CudaIpcCommunicator(ThreadRanks.world(1)[0], GPU, gpu=gpu, **TINY)
+    spans = Spans(1, streams=CountedMarks())
+    spans.begin_step()
+    comm.note(spans)
+    chunk, flag = private(np.ones(100, np.float32)), private(np.ones(2))
+    spans.labels = {id(chunk): "chunk 0"}
+    comm.start_all_reduce(chunk).wait()
+    comm.all_reduce(flag, lane="urgent")
+    gpu.captured = {"lane", "main"}
+    comm.start_all_reduce(chunk).wait()
+    comm.all_reduce(flag, lane="urgent")
+    gpu.captured = set()
+    comm.note(None)
+    comm.all_reduce(flag)
+    found = [span for span in spans.finished()[0] if span.kind == STREAM]
+    assert [span[:6] for span in found] == [
+        ("stream bulk", "chunk 0", STREAM, 1, 2, 400),
+        ("stream urgent", "message", STREAM, 3, 4, 16),
+    ]
+    assert spans.streams.marked == ["lane", "lane", "main", "main"]

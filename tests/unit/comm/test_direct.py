@@ -229,6 +229,44 @@ def test_numbers_are_reduced_in_one_message(size, count):
     assert run(size, body) == [1 if count < 9000 else 2] * size
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_numbers_of_which_the_maxima_are_equal(size):
+    """What a step record is like; on the last rank they differ in the second round, so that both ways meet."""
+
+    def body(comm):
+        last = comm.rank == size - 1
+        for integers in ([3, ~3, -(2**63)], [3, 4 + last, 5]):
+            most, sums = comm.reduce_numbers(integers, (0.1, comm.rank, 2.0**-40))
+            assert most == [integers[0], max(integers[1], 5 if integers[2] == 5 else ~3), integers[2]]
+            in_order = 0.0
+            for _ in range(size):
+                in_order += 0.1
+            assert sums == [in_order, size * (size - 1) / 2, size * 2.0**-40]
+
+    run(size, body)
+
+
+def test_an_array_that_was_started_before_is_known_again_and_no_other_is():
+    def body(comm):
+        buffer = comm.allocate(800_000)
+        first = buffer.array(np.float32, 100_000)
+        for turn in range(3):
+            first[...] = comm.rank + turn
+            comm.start_all_reduce(first).wait()
+            assert first[7] == 1 + 2 * turn
+        assert len(comm._known) == 1
+        for turn in range(20):  # views that come and go have addresses of objects in common
+            view = buffer.array(np.float32, 90_000 + turn, 4 * turn)
+            view[...] = comm.rank
+            comm.start_all_reduce(view, op="max" if turn % 2 else "sum").wait()
+            assert view.min() == view.max() == 1
+            del view
+        del first, buffer
+        return len(comm._regions)
+
+    assert run(2, body) == [0, 0]
+
+
 def test_ranks_with_different_counts_of_numbers_get_an_error():
     def body(comm):
         with pytest.raises(

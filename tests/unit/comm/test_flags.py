@@ -102,6 +102,6 @@ def test_a_machine_with_another_order_of_stores_is_refused(monkeypatch):
 
 
 def test_ranks_that_outnumber_the_cores_offer_theirs_at_once(monkeypatch):
-    monkeypatch.setattr(flags.threads, "on_node", lambda: 2)
+    monkeypatch.setattr(flags.cores, "on_node", lambda: 2)
     assert flags.looks(2) == flags.LOOKS
     assert flags.looks(3) == 1

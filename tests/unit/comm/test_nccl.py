@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from emulated_gpu import Array, EmulatedGpu, ThreadRanks, in_all
+from emulated_gpu import Array, CountedMarks, EmulatedGpu, ThreadRanks, in_all
 
 from mpdp.comm import nccl as nccl_module
 from mpdp.comm.nccl import NcclCommunicator, refuse_shared_gpus
+from mpdp.comm.spans import STREAM, Spans
 from mpdp.device import CPU, Device
 from mpdp.errors import CommunicationError, MissingDependencyError, RankFailedError
 
@@ -249,6 +250,25 @@ def test_an_event_inside_a_graph_is_not_asked(one):
     comm.gpu.captured = True
     comm.gpu.unreached.add(id(comm.start_all_reduce(array(3))._event))
     assert comm.waiting() is None
+
+
+def test_a_call_is_noted_on_the_stream_of_its_lane(one):
+    comm, _, _ = one
+    spans = Spans(1, streams=CountedMarks())
+    spans.begin_step()
+    comm.note(spans)
+    chunk = array(100)
+    spans.labels = {id(chunk): "chunk 0"}
+    comm.start_all_reduce(chunk).wait()
+    comm.broadcast(array(3), lane="urgent")
+    comm.gpu.captured = True
+    comm.start_all_reduce(chunk).wait()
+    found = [span for span in spans.finished()[0] if span.kind == STREAM]
+    assert [span[:6] for span in found] == [
+        ("stream bulk", "chunk 0", STREAM, 1, 2, 400),
+        ("stream urgent", "message", STREAM, 3, 4, 12),
+    ]
+    assert spans.streams.marked == ["lane1", "lane1", "lane2", "lane2"]
 
 
 def test_nccl_that_one_rank_lacks_is_an_error_on_all(monkeypatch):

@@ -50,7 +50,7 @@ def test_other_hardware_has_sizes_of_its_own(field):
 def test_each_transport_has_its_own():
     tuned.write("shared_memory", MACHINE, SIZES)
     tuned.write("mpi", MACHINE, {"piece_bytes": 1 << 20})
-    tuned.write("cuda_ipc", MACHINE | {"gpu": "a GPU"}, {"small_bytes": 64, "stage_bytes": 8192})
+    tuned.write("cuda_ipc", MACHINE | {"gpu": "a GPU"}, {"small_bytes": 64, "chunk_bytes": 8 << 20})
     assert read("mpi") == ({"piece_bytes": 1 << 20}, [])
     assert read() == (SIZES, [])
 

@@ -8,7 +8,7 @@ import pytest
 from on_device import here, host, put, xp
 
 from mpdp import nn
-from mpdp.autodiff import SampleContext, Tensor, samples
+from mpdp.autodiff import SampleContext, Tensor, ops, samples
 from mpdp.kernels.random import dropout_mask
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -24,6 +24,46 @@ def test_linear():
     assert nn.Linear(3, 2, bias=False).bias is None
     assert nn.Linear(3, 2, dtype="float64").bias.dtype == np.float64
     assert nn.Linear(0, 2).to(here.device)(xp.zeros((3, 0), "f4")).shape == (3, 2)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_linear_with_an_activation(activation):
+    nn.seed(3)
+    plain = nn.Linear(6, 5).to(here.device)
+    nn.seed(3)
+    layer = nn.Linear(6, 5, activation=activation).to(here.device)
+    x = put(random.standard_normal((4, 3, 6)).astype("f4"))
+    expected = getattr(plain(x), activation)()
+    assert host(layer.weight).tobytes() == host(plain.weight).tobytes()
+    np.testing.assert_allclose(host(layer(x)), host(expected), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r'activation: expected None, "relu" or "gelu", got \'silu\''):
+        nn.Linear(6, 5, activation="silu")
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_sequential_computes_pairs_in_one_pass(monkeypatch):
+    layers = [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.GELU(), nn.GELU(), _Doubled(4, 4), nn.ReLU(),
+              nn.Linear(4, 3, activation="relu"), nn.ReLU(), nn.checkpoint(nn.Linear(3, 3)), nn.ReLU(),
+              nn.Linear(3, 2)]  # fmt: skip
+    model = nn.Sequential(*layers).to(here.device)
+    x = put(random.standard_normal((7, 6)).astype("f4"))
+    expected = x
+    for layer in layers:
+        expected = layer(expected)
+    seen = []
+    plain = ops.linear.forward
+
+    def spy(k, *arrays, activation=None):
+        seen.append(activation)
+        return plain(k, *arrays, activation=activation)
+
+    monkeypatch.setattr(ops.linear, "forward", spy)
+    np.testing.assert_allclose(host(model(x)), host(expected), rtol=0, atol=1e-6)
+    assert seen == ["relu", "gelu", None, "relu", None, None]
 
 
 def test_defaults_are_pytorchs():

@@ -10,6 +10,7 @@ from on_device import here, host
 
 from mpdp import nn
 from mpdp.autodiff import Tensor, ops
+from mpdp.nn.module import Changes
 
 
 def names(module):
@@ -300,3 +301,22 @@ def test_containers_that_hold_themselves_are_searched_once():
     assert names(model) == ["parts.0.weight"]
     model.again = model.table["me"] = model.table
     assert names(model) == ["parts.0.weight"]
+
+
+def test_what_is_assigned_is_counted_for_who_wants_to_know():
+    model, changes = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), Changes()
+    model[1].p = 0.1
+    for _, module in model.named_modules():
+        module.report_to(changes)
+    assert (changes.version, changes.modes) == (0, 0)
+    model[1].p = 0.2
+    assert (changes.version, changes.modes) == (1, 0)
+    model.train()
+    assert (changes.version, changes.modes) == (1, 0)  # they train already
+    model.eval()
+    assert (changes.version, changes.modes) == (1, 3)
+    model[0].extra = nn.Linear(2, 2)
+    assert changes.version == 2
+    changes.anything()
+    assert changes.version == 3
+    assert [name for name, _ in model.named_modules()] == ["", "0", "0.extra", "1"]

@@ -55,7 +55,7 @@ def kind(output, target):
         ),
         ({"keep": 0}, ValueError, r"keep: expected an integer of 1 or more, got 0"),
         ({"seed": "a"}, ValueError, r"seed: expected an integer, got 'a'"),
-        ({"graph": "always"}, ValueError, r"graph: expected \"auto\" or False, got 'always'"),
+        ({"graph": "always"}, ValueError, r"graph: expected \"auto\", True or False, got 'always'"),
         ({"callbacks": [print]}, TypeError, r"callbacks: expected objects with the methods of mpdp.Callback"),
         (
             {"callbacks": mpdp.Callback()},

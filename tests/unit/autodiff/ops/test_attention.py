@@ -53,6 +53,19 @@ def test_attention(n, h, t, s, d, p, padded, causal):
     check(lambda *a: ops.attention(*a, **options), put(q), put(k), put(v))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "t", "h", "d"), [(2, 4, 3, 2), (1, 1, 1, 1), (0, 3, 2, 2), (2, 0, 2, 2)])
+def test_self_attention(n, t, h, d, causal):
+    qkv = put(draw(n, t, 3 * h * d))
+    mask, keep = put(random.random((n, t)) < 0.7), put(random.random((n, h, t, t)) >= 0.25)
+    for options in ({}, {"key_mask": mask}, {"keep": keep, "p": 0.25}, {"engine": "plain"}):
+        q, k, v = (qkv.reshape(n, t, 3, h, d)[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+        expected = host(ops.attention(q, k, v, causal=causal, **options))
+        found = host(ops.self_attention(qkv, h, causal=causal, **options))
+        assert np.array_equal(found, expected.transpose(0, 2, 1, 3).reshape(n, t, h * d))
+        check(lambda x, o=options: ops.self_attention(x, h, causal=causal, **o), qkv)
+
+
 def test_large_scores_and_float16():
     q = put((draw(2, 2, 5, 4) * 20).astype("float16"))
     x = Tensor(q, requires_grad=True)
@@ -74,3 +87,9 @@ def test_what_does_not_fit():
         ops.attention(q, q, q, key_mask=xp.ones((2, 4)))
     with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\), got 1"):
         ops.attention(q, q, q, p=1.0)
+    with pytest.raises(ValueError, match=r"engine: expected one of auto, cudnn, plain, got 'flash'"):
+        ops.attention(q, q, q, engine="flash")
+    with pytest.raises(
+        ValueError, match=r"self_attention: expected qkv of shape \(N, T, 3 \* 2 \* D\), got \(2, 3, 4\)"
+    ):
+        ops.self_attention(q[..., 0], 2)

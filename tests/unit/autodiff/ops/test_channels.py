@@ -45,14 +45,49 @@ def test_batch_norm(shape):
     check(lambda w: ops.batch_norm(put(x), w, eps=0.1), put(weight))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_residual_and_relu_in_one_pass(shape):
+    x, residual, weight, bias = array(*shape), array(*shape), array(shape[1]), array(shape[1])
+    mean, rstd = array(shape[1]), np.linspace(0.5, 2, shape[1])
+    arrays = put(x), put(weight), put(bias), put(residual)
+
+    def scaled(x, w, b, residual=None, relu=True):
+        return ops.scale_channels(x, put(mean), put(rstd), w, b, residual, relu=relu)
+
+    for one, parts in (
+        (
+            lambda *a: ops.batch_norm(*a, eps=0.1, relu=True),
+            lambda x, w, b, r: ops.relu(ops.batch_norm(x, w, b, eps=0.1) + r),
+        ),
+        (scaled, lambda x, w, b, r: ops.relu(scaled(x, w, b, relu=False) + r)),
+    ):
+        np.testing.assert_allclose(host(one(*arrays)), host(parts(*arrays)), rtol=0, atol=1e-12)
+        check(one, *arrays)
+        check(one, *arrays[:3])
+        check(lambda x, r, one=one: one(x, put(weight), None, r), arrays[0], arrays[3])
+        check(lambda r, one=one: one(put(x), put(weight), put(bias), r), arrays[3])
+    check(lambda *a: ops.batch_norm(*a, eps=0.1), *arrays)
+    for used in (2, 3):  # two parts of a gradient reach the operation as they are, more are added before
+        for relu in (False, True):
+
+            def several(*inputs, used=used, relu=relu):
+                out = ops.batch_norm(*inputs, eps=0.1, relu=relu)
+                return ops.concatenate([out * (i + 1.5) for i in range(used)], axis=1)
+
+            check(several, *arrays)
+            check(several, *arrays[:3])
+    check(lambda x, r: ops.batch_norm(x, None, None, r, eps=0.1), arrays[0], arrays[3])
+
+
 def test_batch_norm_of_numbers_far_from_0():
     x = random.standard_normal((64, 2, 5)).astype("float32") + np.float32(3000)
     found = host(ops.batch_norm(put(x)))
     exact = plain_batch_norm(x.astype(float), np.ones(2), np.zeros(2))
     assert found.dtype == np.float32 and np.abs(found - exact).max() < 1e-3
-    mean, squares = here.kernels.channel_moments(put(x))
-    np.testing.assert_allclose(host(mean), x.astype(float).mean((0, 2)), rtol=1e-9)
-    np.testing.assert_allclose(host(squares), x.astype(float).var((0, 2)) * 320, rtol=1e-5)
+    moments = host(here.kernels.channel_moments(put(x)))
+    assert moments[0] == 320
+    np.testing.assert_allclose(moments[1:3], x.astype(float).mean((0, 2)), rtol=1e-7)
+    np.testing.assert_allclose(moments[3:], x.astype(float).var((0, 2)) * 320, rtol=1e-5)
 
 
 class Recorded:
@@ -63,10 +98,7 @@ class Recorded:
 
     def gather(self, numbers, what):
         assert what == "here forward"
-        rows = []
-        for part in self.parts:
-            mean, squares = here.kernels.channel_moments(put(part))
-            rows.append(np.concatenate([[part.shape[0] * part.shape[2]], host(mean), host(squares)]))
+        rows = [host(here.kernels.channel_moments(put(part))) for part in self.parts]
         np.testing.assert_array_equal(host(numbers), rows[self.me])
         return put(np.stack(rows))
 
@@ -86,17 +118,16 @@ def test_parts_of_a_batch_give_what_the_whole_gives(lengths):
     whole = [Tensor(put(a), requires_grad=True) for a in (np.concatenate(parts), weight, bias)]
     out = ops.batch_norm(*whole)
     out.backward(np.concatenate(gradients))
-    seen, expected = [], []
-    ops.batch_norm(whole[0], observe=lambda *numbers: expected.append([host(n) for n in numbers]))
+    seen, expected = [], [put(np.zeros(3)), put(np.zeros(3))]
+    ops.batch_norm(whole[0], running=tuple(expected), momentum=1.0)
     outs, gx, gw, gb = [], [], 0, 0
     for i, part in enumerate(parts):
         own = [Tensor(put(a), requires_grad=True) for a in (part, weight, bias)]
+        running = put(np.zeros(3)), put(np.zeros(3))
         result = ops.batch_norm(
-            *own,
-            peers=Recorded(parts, gradients, i),
-            what="here",
-            observe=lambda *numbers: seen.append([host(n) for n in numbers]),
+            *own, peers=Recorded(parts, gradients, i), what="here", running=running, momentum=1.0
         )
+        seen.append([host(a) for a in running])
         result.backward(gradients[i])
         outs.append(host(result))
         gx.append(host(own[0].grad))
@@ -107,8 +138,8 @@ def test_parts_of_a_batch_give_what_the_whole_gives(lengths):
     np.testing.assert_allclose(gw, host(whole[1].grad), **close)
     np.testing.assert_allclose(gb, host(whole[2].grad), **close)
     for numbers in seen:
-        for one, other in zip(numbers, expected[0]):
-            np.testing.assert_allclose(one, other, rtol=1e-13, atol=1e-13)
+        for one, other in zip(numbers, expected):
+            np.testing.assert_allclose(one, host(other), rtol=1e-13, atol=1e-13)
         assert all(
             np.array_equal(a, b) for a, b in zip(numbers, seen[0])
         )  # every part merges to the same bits
@@ -183,6 +214,10 @@ BAD = {
     "batch weight": (
         lambda x: ops.batch_norm(x, x[0, :2]),
         r"batch_norm: expected a weight of shape \(4,\), got \(2,",
+    ),
+    "batch residual": (
+        lambda x: ops.batch_norm(x, residual=x[:1]),
+        r"batch_norm: expected a residual of x's shape \(2, 4\), got \(1, 4\)",
     ),
     "groups": (
         lambda x: ops.group_norm(x, 3),

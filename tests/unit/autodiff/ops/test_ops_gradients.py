@@ -139,10 +139,25 @@ def test_matmul(left, right):
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (1, 4), (0, 4), (4,), (2, 3, 4), (2, 0, 4)])
-def test_linear(shape):
-    check(ops.linear, array(*shape), array(5, 4), array(5))
-    check(ops.linear, array(*shape), array(5, 4))
-    check(lambda x, w: ops.linear(x, w, None), array(*shape), array(1, 4))
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_linear(shape, activation):
+    def linear(x, weight, bias=None):
+        return ops.linear(x, weight, bias, activation=activation)
+
+    check(linear, array(*shape), array(5, 4), array(5))
+    check(
+        linear, array(*shape), array(5, 4) + 0.013
+    )  # without this, some sums are 0, where ReLU has no slope
+    check(lambda x, w: linear(x, w, None), array(*shape), array(1, 4) + 0.013)
+
+
+def test_linear_leaves_out_what_is_not_wanted():
+    x, w, b = array(3, 4), array(5, 4), array(5)
+    check(lambda x: ops.linear(x, w, b, activation="gelu"), x)
+    check(lambda w: ops.linear(x, w, b, activation="relu"), w)
+    check(lambda b: ops.linear(x, w, b, activation="gelu"), b)
+    with pytest.raises(ValueError, match=r'activation: expected None, "relu" or "gelu", got \'tanh\''):
+        ops.linear(x, w, b, activation="tanh")
 
 
 def test_linear_without_inputs_or_outputs():
@@ -173,6 +188,34 @@ def test_layer_norm(shape, normal):
     check(lambda x, b: ops.layer_norm(x, None, b, shape=normal), array(*shape), array(*normal))
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (1, 1), (0, 4), (3, 0)])
+def test_layer_norm_of_a_sum(shape):
+    weight, bias = array(shape[-1]), array(shape[-1])
+    inputs = array(*shape), array(*shape)
+
+    def both(x, added, weight=None, bias=None):
+        total, normal = ops.add_layer_norm(x, added, weight, bias, shape=shape[-1])
+        return total.tanh() * 0.5 + normal * (normal + total)
+
+    check(both, *inputs, weight, bias)
+    check(both, *inputs)
+    check(lambda x, a, w: ops.add_layer_norm(x, a, w)[1], *inputs, weight)
+    check(lambda x, a: ops.add_layer_norm(x, a, weight, bias)[0], *inputs)
+    check(lambda x, w, b: ops.add_layer_norm(x, x, w, b)[1] + x, inputs[0], weight, bias)
+    whole = array(*shape)
+    check(lambda x, a, w: both(x, a, None, w), *inputs, bias)
+    check(lambda x, w: sum(ops.add_layer_norm(x, 1.5 * x, w, w)), inputs[0], whole)
+
+
+def test_sums_that_do_not_fit_a_layer_norm():
+    with pytest.raises(
+        ValueError, match=r"added: expected x's shape \(3, 4\), got \(4,\); broadcast it first"
+    ):
+        ops.add_layer_norm(array(3, 4), array(4), array(4))
+    with pytest.raises(ValueError, match=r"add_layer_norm: expected x to end in axes \(3,\), got \(3, 4\)"):
+        ops.add_layer_norm(array(3, 4), array(3, 4), array(3))
+
+
 def test_layer_norm_of_width_one_and_none():
     check(ops.layer_norm, array(3, 1), array(1), array(1))
     check(ops.layer_norm, array(3, 0), array(0), array(0))
@@ -181,6 +224,12 @@ def test_layer_norm_of_width_one_and_none():
 @pytest.mark.parametrize("index", [[0, 2, 2, 1], [[1], [1]], [3], [], 2])
 def test_embedding(index):
     check(ops.embedding, array(4, 3), put(np.array(index, np.int64)))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1), (0, 3), (3, 0)])
+def test_token_embedding(shape):
+    index = put(random.integers(0, 4, shape))
+    check(lambda tokens, positions: ops.token_embedding(tokens, positions, index), array(4, 3), array(5, 3))
 
 
 def test_embedding_without_width():
@@ -282,6 +331,9 @@ DTYPED = {
     "softmax": (lambda x: ops.softmax(x) + ops.log_softmax(x), (3, 4)),
     "layer_norm": (lambda x: ops.layer_norm(x, x[0], x[1]), (3, 4)),
     "embedding": (lambda x: ops.embedding(x, put([0, 0, 2])), (3, 4)),
+    "layer_norm of a sum": (lambda x: sum(ops.add_layer_norm(x, x, x[0], x[1])), (3, 4)),
+    "token_embedding": (lambda x: ops.token_embedding(x, x, put([[0, 0, 2]])), (3, 4)),
+    "self_attention": (lambda x: ops.self_attention(x, 1, causal=True), (2, 3, 6)),
     "getitem": (lambda x: x[[0, 0, 1]], (3, 4)),
     "concatenate": (lambda x: ops.concatenate([x, x]), (3, 4)),
     "dropout": (lambda x: ops.dropout(x, xp.ones((3, 4), bool), 0.3), (3, 4)),

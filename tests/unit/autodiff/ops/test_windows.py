@@ -152,6 +152,8 @@ def test_pooling(size, stride, padding, height, width, samples):
     for relu in (False, True):
         check(lambda x, relu=relu: ops.max_pool2d(x, size, relu=relu, **options), put(x))
     check(lambda x: ops.avg_pool2d(x, size, **options), put(x))
+    np.testing.assert_allclose(host(ops.global_avg_pool2d(put(x))), x.mean((2, 3)), rtol=0, atol=1e-14)
+    check(ops.global_avg_pool2d, put(x))
 
 
 @pytest.mark.parametrize("stride", [1, 2])

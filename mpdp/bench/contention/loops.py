@@ -1,0 +1,100 @@
+"""The loops of ``launches.c``, compiled when they are first wanted, and what one job of them is."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parent / "launches.c"
+SPIN, SLEEP, KERNEL, GRAPH, QUERY = range(5)  # kinds of a job, as in launches.c
+_COMPILERS = ("cc", "gcc", "clang")
+
+_i64, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class Job(ctypes.Structure):
+    """``Job`` of ``launches.c``."""
+
+    _fields_ = (
+        *(
+            (name, _i64)
+            for name in ("kind", "n", "every", "nanoseconds", "mock_lock", "user_lock", "cpu", "start_at")
+        ),
+        *((name, _pointer) for name in ("call", "synchronize", "set_context", "context", "stream", "target")),
+        ("parameters", _pointer),
+        ("latencies", _pointer),
+        *(
+            (name, _i64)
+            for name in ("started", "ended", "busy", "error", "voluntary", "involuntary", "cpu_nanoseconds")
+        ),
+    )
+
+
+class Loops:
+    """The compiled loops.
+
+    Args:
+        path: of the shared library.
+
+    Attributes:
+        free: its calls release the GIL.
+        held: its calls keep it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.free = ctypes.CDLL(path)
+        self.held = ctypes.PyDLL(path)
+        for library in (self.free, self.held):
+            library.once.argtypes = (_pointer,)
+            library.once.restype = _i64
+            library.run_loop.argtypes = (_pointer,)
+            library.run_loop.restype = None
+            library.run_threads.argtypes = (_pointer, _i64)
+            library.run_threads.restype = ctypes.c_int
+
+    def run(self, job: Job) -> None:
+        """Run one job in the calling thread, from one call of Python's. **Local.**"""
+        self.free.run_loop(ctypes.addressof(job))
+
+    def run_threads(self, jobs: list[Job]) -> None:
+        """Run each job in a thread in which no Python runs. **Local.**"""
+        pointers: Any = (_pointer * len(jobs))(*(ctypes.addressof(job) for job in jobs))
+        if self.free.run_threads(ctypes.addressof(pointers), len(jobs)):
+            raise RuntimeError(
+                f"pthread_create: expected {len(jobs)} threads, got fewer; raise the limit of processes"
+            )
+
+
+@cache
+def loops() -> Loops | str:
+    """Return the loops, or why there are none. **Local.**
+
+    The library is compiled once a user and source, into the cache.
+    """
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        return f"no C compiler ({', '.join(_COMPILERS)})"
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    for folder in (Path(base, "mpdp"), Path(tempfile.mkdtemp(prefix="mpdp-launches-"))):
+        path = folder / f"launches-{digest}.so"
+        try:
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                part = path.with_name(f"{path.name}.{os.getpid()}.part")
+                line = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(part), str(SOURCE)]
+                done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+                if done.returncode:
+                    return f"{compiler} cannot compile the loops: {done.stderr.strip().splitlines()[-1:]}"
+                os.replace(part, path)
+            return Loops(str(path))
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+    return f"the loops cannot be built: {why}"

@@ -1,0 +1,163 @@
+"""The rule by which the figures become a verdict; written before the run, and the same for every machine.
+
+Verdict arms: null kernels in a loop of C, by k threads without Python in one process and by k processes, with k the
+most workers that have a core each (and a GPU each, where there are several). A scaling is the rate of k workers over
+that of one, of what the GPUs completed where there are several, of enqueueing on one GPU, whose front end the workers
+share.
+
+1. A verdict arm with fewer accepted repetitions than wanted: ``undecided (cores busy)``.
+2. Threads scale to at least 0.8 k: ``no contention here``.
+3. Threads below that, processes at least 0.9 k: ``the driver's lock is real here``, if the threads are seen to wait
+   (voluntary switches, or a 99th percentile that is at least twice that of one thread); else ``undecided``.
+4. Both below: ``undecided``, since the GPU or the machine limits processes as well.
+
+What follows for training needs a GPU a worker: processes are to be preferred if the launch-bound step with the same
+collective is more than 5 % faster than the best of the threads, with the whole interval; graphs suffice if the captured
+step of threads is within 5 % of that of processes. On one GPU this is said to be open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCALES, SCALES_APART = 0.8, 0.9  # of k: threads, processes
+WAITS = 2.0  # of the 99th percentile of one thread
+FASTER = 0.05
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the figures say.
+
+    Attributes:
+        word: ``"no contention"``, ``"lock"`` or ``"undecided"``.
+        line: for people, with ``verdict: `` before it.
+        open_questions: what this machine cannot decide.
+        k: the number of workers that decided; None where none did.
+    """
+
+    word: str
+    line: str
+    open_questions: tuple[str, ...] = ()
+    k: int | None = None
+
+
+def decide(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    threads: str,
+    processes: str,
+    wanted: int,
+    gpus: int,
+    machine: str,
+    missing: str | None = None,
+) -> Verdict:
+    """Return the verdict on launches.
+
+    **Local.**
+
+    Args:
+        rows: of :func:`figures.summary`.
+        threads, processes: the rows of the verdict arms.
+        wanted: accepted repetitions of each.
+        gpus: 0 for mocks.
+        machine: what the verdict is about, in words.
+        missing: why there are no verdict arms.
+    """
+    unsettled = _open(gpus)
+    if missing is not None:
+        return Verdict("undecided", f"undecided ({missing})", unsettled)
+    scaling = "scaling" if gpus > 1 else "enqueued_scaling"
+    found = {(row["row"], row["k"]): row for row in rows}
+    ks = sorted(k for row, k in found if row == threads and k > 1 and (gpus <= 1 or k <= gpus))
+    if not ks:
+        return Verdict("undecided", "undecided (one core: nothing runs beside anything)", unsettled)
+    for k in reversed(ks):  # the most workers whose arms are complete
+        arms = [found.get((row, each)) for row in (threads, processes) for each in (1, k)]
+        if all(arm is not None and arm["accepted"] >= wanted for arm in arms):
+            break
+    else:
+        return Verdict("undecided", "undecided (cores busy)", unsettled)
+    of_threads, of_processes = found[threads, k][scaling], found[processes, k][scaling]
+    told = f"{k} threads launch {_told(of_threads)} of one, {k} processes {_told(of_processes)}, on {machine}"
+    if of_threads[0] >= SCALES * k:
+        return Verdict("no contention", f"no contention here: {told}", unsettled, k)
+    if of_processes[0] < SCALES_APART * k:
+        return Verdict("undecided", f"undecided (processes do not scale either): {told}", unsettled, k)
+    alone, together = found[threads, 1], found[threads, k]
+    waits = together["p99_us"] >= WAITS * alone["p99_us"] or (
+        (together["voluntary_switches"] or 0) > (alone["voluntary_switches"] or 0)
+    )
+    if not waits:
+        why = "threads are slower, but are not seen to wait"
+        return Verdict("undecided", f"undecided ({why}): {told}", unsettled, k)
+    return Verdict("lock", f"the driver's lock is real here: {told}", unsettled, k)
+
+
+def readings(rows: Sequence[Mapping[str, Any]], k: int) -> list[str]:
+    """Return in words what each way of launching gains from k workers, in the order of the rows.
+
+    **Local.** The locked share f is that of a call which one worker at a time can be in, if that is what limits:
+    the scaling is then 1 / (f + (1 - f) / k). A share above 1 is a cost of handing over.
+    """
+    found = []
+    for row in rows:
+        if row["k"] == k and row["accepted"] and row["enqueued_scaling"] is not None:
+            scaling = row["enqueued_scaling"][0]
+            share = (k / scaling - 1) / (k - 1)
+            found.append(
+                f"{row['row']}: {k} workers enqueue {scaling:.2f} times as fast as one, locked share {share:.2f}"
+            )
+    return found
+
+
+def _told(scaling: Sequence[float]) -> str:
+    value, low, high = scaling
+    return f"{value:.2f} times [{low:.2f}, {high:.2f}]"
+
+
+def _open(gpus: int) -> tuple[str, ...]:
+    if gpus == 0:
+        return ("without a GPU the driver's lock is not measured: the launches here are mocks",)
+    if gpus == 1:
+        return (
+            "one GPU cannot decide whether processes train faster: its front end is shared, and contexts take turns",
+        )
+    return ()
+
+
+def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str:
+    """Return what the training steps say of threads and processes.
+
+    **Local.**
+
+    Args:
+        steps: by ``"threads"`` and ``"processes"``, the seconds of a launch-bound step; also ``"threads graph"`` and
+            ``"processes graph"``, of the captured one.
+        gpus: 0 on CPUs.
+        on_cpu: the ranks were on CPUs.
+    """
+    from .figures import interval
+
+    threads, processes = steps.get("threads"), steps.get("processes")
+    if not threads or not processes:
+        return "training: undecided (not measured, or the cores were busy)"
+    ratio, low, high = interval(threads, processes)
+    told = f"a step of threads takes {ratio:.2f} times [{low:.2f}, {high:.2f}] that of processes"
+    if not on_cpu and gpus < 2:
+        return f"training: {told}, on one GPU: no word on several"
+    if low > 1 + FASTER:
+        word = "take processes"
+    elif high < 1 - FASTER:
+        word = "take threads"
+    else:
+        word = "either will do"
+    graphs = steps.get("threads graph"), steps.get("processes graph")
+    if graphs[0] and graphs[1]:
+        captured, _, _ = interval(graphs[0], graphs[1])
+        if word == "take processes" and abs(captured - 1) <= FASTER:
+            word = "graphs suffice"
+        told += f", captured {captured:.2f} times"
+    return f"training: {word}: {told}"

@@ -1,0 +1,161 @@
+// What a captured step reads from the host, and what it tells the host: see kernels/board.py for the words.
+// G: type of the gradient; T: of the loss. Built without fused multiply-add: the decision has the host's bits.
+
+enum { LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, TICKET, HEAD = 16 };
+enum { STEP = 16, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS, NUMBERS = 32 };
+enum { FULL, STATUS, TOTAL, COUNTED, OWN, LENGTH, FIRST, WHEN, REPORT = 8 };
+enum { APPLIED_IT, SKIPPED, NOTHING, LOSS_LOST, GRADIENT_LOST, BROKEN };
+
+// Bytes of `from` to `to`, and zeros behind them, by all threads of the grid.
+__device__ __forceinline__ void copy_rows(char* to, const char* from, i64 bytes, i64 whole) {
+    i64 start = 0;
+    if ((((u64)to | (u64)from | (u64)bytes) & 15) == 0) {
+        for (i64 i = thread(); i < bytes / 16; i += threads()) ((Four<float>*)to)[i] = ((const Four<float>*)from)[i];
+        start = bytes;
+    } else if ((((u64)to | (u64)from | (u64)bytes) & 3) == 0) {
+        for (i64 i = thread(); i < bytes / 4; i += threads()) ((u32*)to)[i] = ((const u32*)from)[i];
+        start = bytes;
+    }
+    for (i64 i = start + thread(); i < whole; i += threads()) to[i] = i < bytes ? from[i] : 0;
+}
+
+// Takes the slot of this launch from the ring in host memory, and the arrays that it points at. `rows` is what the
+// arrays are made for; the slot says how many there are.
+extern "C" __global__ void begin(i64* board, const volatile i64* ring, i64 slots, i64 width, i64 table, i64 first,
+                                 i64 rows, char* to0, i64 bytes0, char* to1, i64 bytes1, char* to2, i64 bytes2,
+                                 char* to3, i64 bytes3) {
+    const volatile i64* slot = ring + board[LAUNCH] % slots * width;
+    if (first == 0 && blockIdx.x == gridDim.x - 1) {
+        for (i64 i = threadIdx.x; i < HEAD + 2 * table; i += blockDim.x) board[HEAD + i] = slot[i];
+        i64 chosen = HEAD + table * (board[APPLIED] - slot[KNOWN - HEAD]);
+        for (i64 i = threadIdx.x; i < table; i += blockDim.x) board[NUMBERS + 2 * table + i] = slot[chosen + i];
+    }
+    __shared__ i64 found[5];  // each read crosses the bus: five a block, not five a thread
+    if (threadIdx.x < 4) found[threadIdx.x] = slot[HEAD + 2 * table + first + threadIdx.x];
+    if (threadIdx.x == 4) found[4] = rows ? slot[ROWS - HEAD] : 1;
+    __syncthreads();
+    i64 there = found[4], made = rows ? rows : 1;
+    if (bytes0) copy_rows(to0, (const char*)found[0], bytes0 / made * there, bytes0);
+    if (bytes1) copy_rows(to1, (const char*)found[1], bytes1 / made * there, bytes1);
+    if (bytes2) copy_rows(to2, (const char*)found[2], bytes2 / made * there, bytes2);
+    if (bytes3) copy_rows(to3, (const char*)found[3], bytes3 / made * there, bytes3);
+}
+
+__device__ __forceinline__ void take_loss(i64* board, const T* total, double factor, double here, bool first) {
+    double* numbers = (double*)board;
+    double loss = first ? 0 : numbers[MINE], counted = first ? 0 : numbers[COUNT];
+    if (here != 0) loss += (double)wide(*total) * factor;  // a mean of nothing may be NaN
+    numbers[LOSS] = numbers[MINE] = loss;
+    numbers[COUNT] = counted + here;
+    board[LAUNCH] += 1;
+}
+
+// Adds the loss sum and the count of one micro-batch to the record. One thread.
+extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBER(count), i64 first) {
+    take_loss(board, total, factor, VALUE(count, 0), first);
+}
+
+// Tells the host, in pinned memory, that so many chunks of this launch are final. One thread.
+extern "C" __global__ void signal(const i64* board, volatile i64* word, i64 count) {
+    __threadfence_system();
+    *word = (board[LAUNCH] << 20) + count;
+}
+
+// Writes the float64 sum of squares of the block's span, as span_squares has it, and NaN where an element is not
+// finite. Returns whether this block is the last to do so: it sees all sums then.
+__device__ __forceinline__ bool add_span(i64* board, const G* x, double* out, i64 n, i64 span) {
+    __shared__ u32 before;
+    i64 first = blockIdx.x * span, last = first + span < n ? first + span : n;
+    double sum = 0;
+    int bad = 0;
+    for (i64 i = first + threadIdx.x; i < last; i += blockDim.x) {
+        double value = wide(x[i]);
+        bad |= !(fabs(value) < infinity(value));
+        sum += value * value;
+    }
+    sum = block_sum(sum);
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0) {
+        out[blockIdx.x] = bad ? not_a_number(sum) : sum;
+        __threadfence();
+        before = atomicAdd((u32*)(board + TICKET), 1);  // counts blocks; sums are added in the order of spans
+        __threadfence();
+    }
+    __syncthreads();
+    return before == gridDim.x - 1;
+}
+
+__device__ __forceinline__ i64 block_first(i64 value) {
+    __shared__ i64 parts[32];
+    for (int offset = 16; offset; offset >>= 1) {
+        i64 other = __shfl_xor_sync(0xffffffffu, value, offset);
+        value = other < value ? other : value;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (int i = 0; i < blockDim.x / 32; i++) value = parts[i] < value ? parts[i] : value;
+    return value;
+}
+
+// Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. A block a span,
+// of which the last one to be done decides.
+extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, const G* gradient, i64 size, i64 span,
+                                  volatile i64* reports, i64 most, const volatile u32* broken, const T* total,
+                                  double factor, NUMBER(count)) {
+    double* numbers = (double*)board;
+    if (!add_span(board, gradient, span_sums, size, span)) return;
+    const volatile double* sums = span_sums;
+    double sum = 0;
+    for (i64 i = threadIdx.x; i < spans; i += blockDim.x) sum += sums[i];
+    sum = block_sum(sum);
+    i64 bad = -1;
+    if (sum != sum) {
+        i64 where = size;
+        for (i64 i = threadIdx.x; i < spans; i += blockDim.x)
+            if (sums[i] != sums[i] && i * span < where) where = i * span;
+        where = block_first(where);
+        i64 element = size;
+        for (i64 i = where + threadIdx.x; i < where + span && i < size; i += blockDim.x)
+            if (!(fabs(wide(gradient[i])) < infinity(wide(gradient[i]))) && i < element) element = i;
+        bad = block_first(element);
+    }
+    if (threadIdx.x) return;
+    board[TICKET] = 0;
+    if (total) take_loss(board, total, factor, VALUE(count, 0), true);
+    double loss = numbers[LOSS], counted = numbers[COUNT], norm = 0, scale = 0;
+    i64 status = APPLIED_IT;
+    if (board[HALTED]) {
+        status = board[HALTED];
+    } else if (broken && *broken) {
+        status = BROKEN;
+    } else if (!(fabs(loss) < infinity(loss))) {
+        status = LOSS_LOST;
+    } else if (!(counted > 0)) {
+        status = NOTHING;
+    } else if (bad >= 0) {
+        status = board[SKIPS] ? SKIPPED : GRADIENT_LOST;
+    } else {
+        scale = numbers[POWER] / counted / numbers[LOSS_SCALE];
+        norm = sqrt(sum) * scale;
+        double clip = numbers[CLIP];
+        if (clip > 0) {
+            double factor = clip / (norm + 1e-6);
+            scale *= factor < 1 ? factor : 1;
+        }
+    }
+    if (!board[HALTED] && status >= LOSS_LOST) board[HALTED] = status, board[HALTED_STEP] = board[STEP];
+    board[APPLY] = status == APPLIED_IT;
+    board[APPLIED] += status == APPLIED_IT;
+    numbers[SCALE] = scale;
+    numbers[NORM] = norm;
+    i64 update = board[UPDATE];
+    board[UPDATE] = update + 1;
+    volatile i64* report = reports + update % most * REPORT;
+    volatile double* values = (volatile double*)report;
+    report[STATUS] = status;
+    values[TOTAL] = loss, values[COUNTED] = counted, values[OWN] = numbers[MINE], values[LENGTH] = norm;
+    report[FIRST] = bad, report[WHEN] = board[HALTED] ? board[HALTED_STEP] : board[STEP];
+    __threadfence_system();
+    report[FULL] = update + 1;
+}

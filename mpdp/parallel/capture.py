@@ -1,0 +1,271 @@
+"""Capture: an update's micro-batches recorded as graphs, over a board that holds what changes from step to step.
+
+What is recorded are the calls of the eager step: forward, backward with the chunks that it finishes, and the optimizer.
+Read ``graph_step`` for when that is done and for how graphs are launched, ``kernels/board.py`` for the board.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..autodiff import SampleContext, Tape, Tensor, samples
+from ..kernels.board import Board
+from ..optim import Optimizer
+from .data_parallel import DataParallel
+from .forms import split_captured
+
+MOST_ARRAYS = 16  # of a micro-batch
+_REPORTS = 4
+
+
+@dataclass
+class Captured:
+    """One captured micro-batch and the arrays that it reads."""
+
+    targets: list[Any]
+    inputs: Any
+    kwargs: Any
+    target: Any
+    count: int
+    graph: Any = None
+    output: Any = None  # of the model, while somebody wants metrics of it
+
+
+class Capture:
+    """Record the updates of one wrapped model.
+
+    Args:
+        parallel: the wrapped model.
+        loss_function: ``loss(output, target)``.
+        optimizer: bound to the model.
+        accumulate: micro-batches of an update.
+        recorder: turns launches into graphs.
+        inside: chunks are reduced inside of the graph, not by the host behind it.
+
+    Attributes:
+        board: what the graphs read; None before the first capture, and after it has halted.
+        graphs: by the key that ``graph_step`` gives them. ``finish``: the decision and the optimizer, where the host
+            reduces in between.
+        used: which parameters an update changes; None for all.
+        signals: what the last micro-batch's graph gives the host to reduce, step by step: how many chunks are final.
+        count: graphs that were recorded so far.
+    """
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        loss_function: Callable[[Any, Any], Any],
+        optimizer: Optimizer,
+        accumulate: int,
+        recorder: Any,
+        inside: bool,
+    ) -> None:
+        self.parallel, self.loss_function, self.optimizer = parallel, loss_function, optimizer
+        self.accumulate, self.recorder, self.inside = accumulate, recorder, inside
+        self.board: Board | None = None
+        self.graphs: dict[Any, Captured] = {}
+        self.finish: Any = None
+        self.used: Any = None
+        self.signals: tuple[int, ...] = ()
+        self.count = 0
+        self._loss: Any = None
+        self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
+        self._comm = parallel.comm
+        self._kernels = kernels.for_device(parallel.world.device)
+
+    def forget(self) -> None:
+        """Drop all graphs, once what was launched is done: it reads memory that may be given away then."""
+        if self.graphs:
+            self.recorder.wait()
+        self.graphs.clear()
+        self.finish = self.used = None
+
+    def update(self, parts: Sequence[Any], keys: Sequence[Any], looks: bool) -> None:
+        """Record what is missing for an update; nothing runs. **Collective** in what is recorded.
+
+        Args:
+            parts: the micro-batches.
+            keys: of their graphs.
+            looks: keep the model's outputs.
+
+        Raises:
+            Exception: what cannot be recorded.
+        """
+        parallel, binding, reducer = self.parallel, self.parallel._replica.binding, self.parallel.reducer
+        reduced = reducer.step
+        if parallel.world.device.kind == "cuda":
+            parallel._memory.note_peak(parallel._replica)
+        self.recorder.make_room()
+        try:
+            if self.board is None:
+                self.board = self._new_board()
+            self.optimizer.prepare_captured()
+            if (
+                parallel.exponent not in self._seeds
+            ):  # a constant in memory saves the launch that would write it
+                value, xp = 2.0**-parallel.exponent, self._kernels.xp
+                self._seeds[parallel.exponent] = {
+                    np.dtype(name): xp.full((), value, name) for name in ("float32", "float64")
+                }
+            binding.update += 1
+            parallel._own = sum(part.count for part in parts)
+            for i, (part, key) in enumerate(zip(parts, keys)):
+                if key not in self.graphs:
+                    before = -1 if i == 0 else binding.update  # as if the micro-batches before had run
+                    for parameter in parallel.parameters.values():
+                        parameter._written = before
+                    self.graphs[key] = self._record(part, i == 0, i == len(parts) - 1, looks)
+            if not self.inside and self.finish is None:
+                self.finish = self.recorder.record(self._apply)
+        finally:
+            parallel.abandon()
+            reducer.step = reduced
+
+    def _new_board(self) -> Board:
+        """Make the board, and call once what a capture may not call for the first time. **Collective.**"""
+        parallel = self.parallel
+        numbers = self.optimizer.numbers(0.0)
+        board = self._kernels.board(4 * self.accumulate, numbers.size, MOST_ARRAYS, _REPORTS)
+        board.prime(parallel.arena.array, parallel.layout.SPAN)
+        if self._comm.size > 1:
+            self._comm.all_reduce(board.record, lane="urgent")
+            board.record.fill(0)
+        return board
+
+    def _record(self, part: Any, first: bool, last: bool, looks: bool) -> Captured:
+        """Capture one micro-batch."""
+        targets: list[Any] = []
+        inputs, kwargs, target = _like((part.inputs, part.kwargs, part.target), targets, self._kernels)
+        captured = Captured(targets, inputs, kwargs, target, part.count)
+        captured.graph = self.recorder.record(lambda: self._micro_batch(captured, first, last, looks))
+        self.count += 1
+        return captured
+
+    def _micro_batch(self, captured: Captured, first: bool, last: bool, looks: bool) -> None:
+        """Launch everything that one micro-batch takes; **Collective** for the last."""
+        parallel, board, precision = self.parallel, self.board, self.parallel.precision
+        assert board is not None
+        board.begin(captured.targets, captured.count)
+        self._kernels.begin_step(board.step)
+        with samples(SampleContext(parallel.seed, board.step, board.start, captured.count)):
+            output = precision.forward(captured.inputs or (), captured.kwargs, parallel.model)
+        captured.output = _detached(output) if looks else None  # nothing else may hold what the graph writes
+        total, factor, count = split_captured(self.loss_function(output, captured.target), captured.count)
+        precision.check_loss(total)
+        self._loss = None
+        if self._comm.size > 1 or not (first and last):
+            board.take(total.data, factor, count, first)
+        else:
+            self._loss = total.data, factor, count  # taken with the decision: one launch less
+        tape = Tape(total)
+        parallel._memory.look(tape, tape.signature, captured.count)
+        seed: Any = factor * 2.0**-parallel.exponent
+        if factor == 1.0:
+            seed = self._seeds[parallel.exponent].get(total.dtype, seed)
+        if parallel.loss_scale is not None:
+            seed = board.seed if factor == 1.0 else board.seed * factor
+        if not precision.plain:
+            with precision.products():
+                self._backward(tape, seed, last)
+        else:
+            self._backward(tape, seed, last)
+
+    def _backward(self, tape: Tape, seed: Any, last: bool) -> None:
+        parallel, board = self.parallel, self.board
+        plans, signature = parallel._plans, tape.signature
+        if not last:
+            plans.know(tape, signature)
+            tape.backward(seed)
+            return
+        plan = plans.of((signature,) * self.accumulate, tape)
+        self._know_used(plan)
+        for view in plan.unused_views:
+            view.fill(0)
+        if not self.inside:
+            assert board is not None
+            after = {at: partial(board.signal, count) for at, count in plan.chunks_after.items()}
+            self.signals = tuple(plan.chunks_after.values())
+            if -1 in after:
+                after[-1]()
+            tape.backward(seed, after)
+            return
+        reducer = parallel.reducer
+        if self._comm.size > 1:
+            assert board is not None
+            self._comm.all_reduce(board.record, lane="urgent")
+        reducer.opening = nothing
+        reducer.open()
+        if -1 in plan.after:
+            plan.after[-1]()
+        tape.backward(seed, plan.after)
+        reducer.wait()
+        parallel._average()
+        self._apply()
+
+    def _know_used(self, plan: Any) -> None:
+        """Take over which parameters are used; on all ranks they must be the same."""
+        used = None if plan.used.all() else plan.used
+        if used is not None and self._comm.size > 1:
+            raise ValueError(
+                "a parameter is used by no operation on this rank, and ranks may differ in which"
+            )
+        self.used = used
+
+    def _apply(self) -> None:
+        """Launch the decision and the optimizer."""
+        parallel, board = self.parallel, self.board
+        assert board is not None
+        gradient = parallel.arena.array
+        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
+        self.optimizer.apply_captured(
+            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used
+        )
+
+
+def nothing() -> None:
+    """Stand in for the step record: it went out before the launch."""
+
+
+def _detached(output: Any) -> Any:
+    """Return a model's output without its graph."""
+    if isinstance(output, Tensor):
+        return Tensor(output.data)
+    if isinstance(output, tuple | list):
+        return type(output)([_detached(item) for item in output])
+    if isinstance(output, dict):
+        return {name: _detached(item) for name, item in output.items()}
+    return output
+
+
+def form_of(tree: Any, arrays: list[Any], k: Any) -> Any:
+    """Return what two micro-batches must share for one graph, and gather the arrays of a tree, C-contiguous."""
+    kind = type(tree)
+    if kind is k.xp.ndarray:
+        arrays.append(tree if tree.flags.c_contiguous else k.xp.ascontiguousarray(tree))
+        return tree.shape, tree.dtype
+    if tree is None:
+        return None
+    if isinstance(tree, tuple):
+        return tuple([form_of(item, arrays, k) for item in tree])
+    if isinstance(tree, dict):
+        return tuple([(name, form_of(item, arrays, k)) for name, item in tree.items()])
+    arrays.append(tree if tree.flags.c_contiguous else k.xp.ascontiguousarray(tree))
+    return tree.shape, tree.dtype
+
+
+def _like(tree: Any, targets: list[Any], k: Any) -> Any:
+    """Return a tree of new arrays of the same form, gathered in the same order."""
+    if tree is None:
+        return None
+    if isinstance(tree, tuple):
+        return tuple([_like(item, targets, k) for item in tree])
+    if isinstance(tree, dict):
+        return {name: _like(item, targets, k) for name, item in tree.items()}
+    targets.append(k.xp.zeros(tree.shape, tree.dtype))
+    return targets[-1]
