@@ -18,21 +18,22 @@ import numpy as np
 from ..comm.base import Communicator
 
 _SLOWER = 1.2  # times the median of all ranks
+_LEAST_SECONDS = 1e-3  # more than the median: what rank 0 writes, and what a system does beside, is less
 _NAME_BYTES = 64  # of a host's name
 
 
 @dataclass
 class StepTimes:
-    """Seconds of the updates that this rank has done, added up.
+    """Seconds of the updates that this rank has done, added up, but for the first, which prepares much.
 
     Attributes:
-        steps: how many.
+        steps: how many; ``-1`` before the first.
         total: from asking for the data to the end of the update.
         data: of these, waiting for data.
         messages: of these, in messages and waiting for other ranks.
     """
 
-    steps: int = 0
+    steps: int = -1
     total: float = 0.0
     data: float = 0.0
     messages: float = 0.0
@@ -40,6 +41,8 @@ class StepTimes:
     def add(self, total: float, data: float, messages: float) -> None:
         """Count one update. **Local.**"""
         self.steps += 1
+        if self.steps == 0:
+            return
         self.total += total
         self.data += data
         self.messages += messages
@@ -69,7 +72,7 @@ class StepTimes:
 def stragglers(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a line about each rank that the others wait for.
 
-    **Local.** Such a rank spends 1.2 times as long outside of messages as the median rank.
+    **Local.** Such a rank spends 1.2 times as long outside of messages as the median rank, and 1 ms more.
 
     Args:
         rows: as :meth:`StepTimes.gather` returns them.
@@ -86,7 +89,7 @@ def stragglers(rows: Sequence[dict[str, Any]]) -> list[str]:
     median = statistics.median_low(own)
     found = []
     for row, seconds in zip(rows, own):
-        if seconds > _SLOWER * median and seconds - median > 1e-5:
+        if seconds > _SLOWER * median and seconds - median > _LEAST_SECONDS:
             more = {
                 name: row[name] - statistics.median_low([r[name] for r in rows])
                 for name in ("data", "compute")

@@ -77,7 +77,7 @@ class FitLoop:
         """Log where the time of each rank's steps went, who is slow, and the memory of this rank. **Collective.**"""
         trainer = self.trainer
         rows = self.times.gather(trainer.world.axis("data"))
-        if self.times.steps:
+        if self.times.steps >= 0:
             trainer.folder.row(kind="ranks", step=trainer.step_count, ranks=rows)
             for line in stragglers(rows):
                 trainer.world.log("warning", line)

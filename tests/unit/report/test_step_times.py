@@ -18,7 +18,7 @@ def rows(*own, data=0.0):
 def test_the_rank_that_does_not_wait_is_slow():
     assert stragglers(rows(0.010, 0.010, 0.011)) == []
     assert stragglers(rows(0.5)) == []
-    assert stragglers(rows(1e-6, 3e-6)) == [], "noise"
+    assert stragglers(rows(1e-4, 9e-4)) == [], "noise"
     (line,) = stragglers(rows(0.010, 0.025))
     assert line.startswith("rank 1 (node1) is slow: 25.0 ms a step") and line.endswith(
         "it computes for 15.0 ms more"
@@ -38,6 +38,7 @@ def test_the_table_marks_it():
 def test_gathered_on_every_rank(size):
     def body(comm):
         times = StepTimes()
+        times.add(100.0, 50.0, 50.0)  # the first does not count
         for _ in range(4):
             times.add(0.5, 0.1 * comm.rank, 0.2)
         return times.gather(comm)
