@@ -35,7 +35,11 @@ def main():
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.part is not None:
-        parts = {"loop": compare_with_plain_loop, "memory": memory_of_a_rank, "bench": bench_step}
+        parts = {
+            "loop": compare_with_plain_loop,
+            "memory": memory_of_a_rank,
+            "bench": lambda: bench_step(arguments.torch_python),
+        }
         value = parts[arguments.part]()
         if value is not None:
             print(json.dumps(value), flush=True)
@@ -51,9 +55,9 @@ def main():
     rows = {}
     for _ in range(arguments.rounds):
         for ranks in (2, 1):
-            rows.setdefault(f"mpdp n={ranks}", []).append(bench(ranks))
-            if arguments.torch_python:
-                rows.setdefault(f"torch n={ranks}", []).append(torch_bench(arguments.torch_python, ranks))
+            words = ["--torch-python", arguments.torch_python] if arguments.torch_python else []
+            for name, rate in own("bench", ranks, *words).items():
+                rows.setdefault(f"{name} n={ranks}", []).append(rate)
     result["mlp_samples_per_second"] = {
         name: {"median": statistics.median(rates), "runs": rates} for name, rates in rows.items()
     }
@@ -83,34 +87,20 @@ def launched(ranks, *words):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def bench(ranks):
-    """Return the samples per second of ``mpdp bench train mlp``."""
-    return own("bench", ranks)["items_per_second"]
-
-
-def bench_step():
-    """Measure as ``mpdp bench train mlp`` does."""
+def bench_step(torch_python):
+    """Return samples per second as ``mpdp bench train mlp`` measures them, of both in one alternating run."""
     import mpdp
-    from mpdp.bench.train import measure
+    from mpdp.bench.train import Plan, measure
 
     world = mpdp.init()
-    result = measure(world, "mlp")
-    return result if world.rank == 0 else None
+    plan = Plan(peers=("torch",) if torch_python else (), peer_python=torch_python)
+    result = measure(world, "mlp", plan=plan)
+    return {row["name"]: row["items_per_second"] for row in result["sides"]} if world.rank == 0 else None
 
 
-def torch_bench(python, ranks):
-    """Return the samples per second of PyTorch."""
-    script = str(ROOT / "mpdp" / "bench" / "peers" / "torch_train.py")
-    line = [python, script, "mlp"]
-    if ranks > 1:
-        line = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), script, "mlp"]
-    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=300)
-    return json.loads(done.stdout.strip().splitlines()[-1])["items_per_second"]
-
-
-def own(part, ranks):
+def own(part, ranks, *words):
     """Run a part of this script as ``ranks`` ranks."""
-    return launched(ranks, __file__, "--part", part)
+    return launched(ranks, __file__, "--part", part, *words)
 
 
 def compare_with_plain_loop():

@@ -19,6 +19,9 @@ CASES = (
     "mpi4py",
     "torch",
 )  # of all-reduce; mpi4py is one plain call of MPI
+WORKLOADS = ("mlp", "convnet", "chargpt", "gpt2", "resnet50")
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+PEERS = ("torch", "torch-compile", "torch-graph", "torch-compile-graph", "jax")
 GPU_CASES = ("cuda_ipc", "nccl", "staged", "mpi4py", "torch")
 
 
@@ -33,15 +36,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{train,all-reduce,contention,memory}"
     )
-    train = commands.add_parser("train", help="the training step of a workload, without the loader")
-    train.add_argument("workload", choices=["mlp", "convnet", "chargpt"])
-    train.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
-    train.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
-    train.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
-    train.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
-    train.add_argument(
-        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
-    )
+    _add_train(commands)
     _add_all_reduce(commands)
     _add_memory(commands)
     _add_contention(commands)
@@ -74,17 +69,109 @@ def main(argv: Sequence[str]) -> int:
             if name not in known:
                 parser.error(f"--transports: expected some of {','.join(known)} on {kind}, got {name!r}")
         return _all_reduce(arguments)
-    if arguments.batch is not None and arguments.batch < 1:
-        parser.error(f"--batch: expected 1 or more, got {arguments.batch}")
-    from . import train as train_bench
+    _check_train(parser, arguments, kind)
+    return _train(arguments)
 
-    return train_bench.run(
+
+def _add_train(commands: Any) -> None:
+    parser = commands.add_parser("train", help="the training step of a workload, without the loader")
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
+    parser.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=None,
+        help="default: bfloat16 on a GPU but for mlp, else float32",
+    )
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="capture our step as one graph, or do not (default: the trainer's choice)",
+    )
+    parser.add_argument(
+        "--peers", type=_some(PEERS), default=(), help=f"compare with some of {','.join(PEERS)}, in turns"
+    )
+    parser.add_argument(
+        "--peer-python", metavar="PATH", default=None, help="a Python that has the peers, if this one has not"
+    )
+    parser.add_argument(
+        "--clip",
+        choices=["mine", "both", "none"],
+        default="mine",
+        help="whose step clips gradients to norm 1 (default: ours alone)",
+    )
+    parser.add_argument(
+        "--global-stats", action="store_true", help="batch norms take the statistics of all ranks"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
+    parser.add_argument("--blocks", type=int, default=None, help="blocks of each side (default: 5)")
+    parser.add_argument("--seconds", type=float, default=None, help="length of a block (default: 2)")
+    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    parser.add_argument(
+        "--plot", metavar="PATH.png", default=None, help="draw the steps by what their time goes to"
+    )
+    parser.add_argument(
+        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+    )
+    parser.add_argument(
+        "--losses",
+        type=int,
+        nargs="?",
+        const=0,
+        default=None,
+        metavar="N",
+        help="compare the losses of N updates from the same weights instead (default: 10 or 50)",
+    )
+    parser.add_argument(
+        "--weights", metavar="F.npz", default=None, help="of --losses: what torch writes, or has written"
+    )
+
+
+def _check_train(parser: argparse.ArgumentParser, arguments: argparse.Namespace, kind: str) -> None:
+    """End with a usage error where options do not fit."""
+    for name in ("batch", "blocks"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name}: expected 1 or more, got {value}")
+    if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
+        parser.error(f"--seconds: expected more than 0 and less than 3600, got {arguments.seconds}")
+    if arguments.losses is not None and arguments.losses < 0:
+        parser.error(f"--losses: expected 1 or more, got {arguments.losses}")
+    if (arguments.losses is None) != (arguments.weights is None):
+        parser.error("--losses, --weights: expected both or none, got one")
+    if kind == "cpu" and any("graph" in name for name in arguments.peers):
+        parser.error("--peers: expected no graphs on the CPU, got some; a CUDA graph needs --device cuda")
+    if "jax" in arguments.peers and (arguments.workload != "mlp" or arguments.precision == "float16"):
+        parser.error(
+            "--peers: expected jax for mlp only, and not in float16, got another workload or precision"
+        )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from . import train
+
+    blocks = train.QUICK_BLOCKS if arguments.quick else train.BLOCKS
+    seconds = train.QUICK_SECONDS if arguments.quick else train.BLOCK_SECONDS
+    plan = train.Plan(
+        arguments.peers, arguments.peer_python, arguments.blocks or blocks, arguments.seconds or seconds
+    )
+    return train.run(
         arguments.workload,
         device=arguments.device,
-        batch=arguments.batch,
-        quick=arguments.quick,
+        plan=plan,
+        precision=arguments.precision,
         json_path=arguments.json,
         trace_path=arguments.trace,
+        plot_path=arguments.plot,
+        losses_count=arguments.losses,
+        weights_path=arguments.weights,
+        batch=arguments.batch,
+        graph="auto" if arguments.graph is None else arguments.graph,
+        clip_norm=None if arguments.clip == "none" else 1.0,
+        peers_clip=arguments.clip == "both",
+        global_stats=arguments.global_stats,
     )
 
 

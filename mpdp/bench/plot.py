@@ -51,3 +51,33 @@ def plot_all_reduce(result: dict[str, Any], path: str) -> None:
     figure.suptitle(f"all-reduce over {result['ranks']} ranks on {result['device']}, {result['processor']}")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def plot_train(result: dict[str, Any], path: str) -> None:
+    """Draw each system's step time and what kinds of work it goes to, where that is known. **Local.**"""
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.6 * len(result["sides"])), layout="constrained")
+    colours: dict[str, Any] = {}
+    wheel = pyplot.get_cmap("tab20").colors
+    names = [row["name"] for row in result["sides"]]
+    for row in result["sides"]:
+        left = 0.0
+        for kind, value in (row["breakdown_us"] or {"step": row["step_us"]}).items():
+            first = kind not in colours
+            colours.setdefault(kind, wheel[len(colours) % len(wheel)])
+            axes.barh(
+                row["name"], value, left=left, color=colours[kind], label=kind if first else None, height=0.6
+            )
+            left += value
+        low, high = row["quartiles_us"]
+        step = row["step_us"]
+        axes.errorbar(step, row["name"], xerr=[[step - low], [high - step]], color="black", capsize=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="us a step; bar: medians by kind of work, whisker: quartiles of blocks")
+    axes.legend(fontsize=8, ncols=2)
+    axes.set_title(
+        f"{result['workload']}, {result['precision']}, {result['ranks']} x {result['processor']}", fontsize=10
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,15 +1,9 @@
-"""PyTorch's all-reduce as one process a rank, which does what it reads, a JSON object a line, and answers likewise.
-
-``mpdp bench all-reduce`` starts it. Rank 0 says first at which port the others find it; each says when it is ready.
-"""
+"""PyTorch's all-reduce as one process a rank, told what to do by ``mpdp bench all-reduce``; see ``conversation``."""
 
 import argparse
-import json
-import os
-import queue
-import sys
-import threading
 import time
+
+from conversation import Conversation
 
 
 def main():
@@ -19,55 +13,37 @@ def main():
     parser.add_argument("--backend", choices=["gloo", "nccl"], required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--host", required=True, help="of rank 0")
-    parser.add_argument("--port", type=int, default=0, help="of rank 0; 0 on rank 0, which then takes one")
     arguments = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is no answer
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=read, args=(lines,), daemon=True).start()
-
-    def answer(**words):
-        answers.write(json.dumps(words) + "\n")
-        answers.flush()
-
-    try:
-        import torch
-        import torch.distributed as dist
-
-        first = arguments.rank == 0
-        store = dist.TCPStore(arguments.host, arguments.port, is_master=first, wait_for_workers=False)
-        if first:
-            answer(port=store.port)
-        if arguments.device != "cpu":
-            torch.cuda.set_device(arguments.device)
-        dist.init_process_group(
-            arguments.backend, store=store, rank=arguments.rank, world_size=arguments.size
-        )
-        answer(version=torch.__version__)
-    except Exception as error:
-        answer(error=f"{type(error).__name__}: {error}")
-        return
-    work = Work(torch, dist, arguments)
-    while True:
-        words = json.loads(lines.get())
-        try:
-            answer(**getattr(work, words.pop("call"))(**words))
-        except Exception as error:
-            answer(error=f"{type(error).__name__}: {error}")
-
-
-def read(lines):
-    """Take what the parent says; end with it, wherever the main thread waits."""
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(0)
+    conversation = Conversation()
+    work = Work(arguments)
+    if conversation.begin(work.imports, work.join):
+        conversation.serve(work)
 
 
 class Work:
     """The tensor that is reduced."""
 
-    def __init__(self, torch, dist, arguments):
-        self.torch, self.dist, self.arguments = torch, dist, arguments
+    def __init__(self, arguments):
+        self.arguments = arguments
+
+    def imports(self):
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.store = torch, dist, None
+        if self.arguments.rank == 0:
+            self.store = dist.TCPStore(self.arguments.host, 0, is_master=True, wait_for_workers=False)
+        return self.store.port if self.store else 0
+
+    def join(self, host, port):
+        arguments, dist = self.arguments, self.dist
+        store = self.store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        if arguments.device != "cpu":
+            self.torch.cuda.set_device(arguments.device)
+        dist.init_process_group(
+            arguments.backend, store=store, rank=arguments.rank, world_size=arguments.size
+        )
+        return self.torch.__version__
 
     def prepare(self, count, dtype):
         self.dtype = getattr(self.torch, dtype)

@@ -1,90 +1,215 @@
-"""PyTorch DistributedDataParallel on the ``mlp`` and ``convnet`` workloads; rank 0 prints one JSON line.
+"""PyTorch's training step as one process a rank, told what to do by ``mpdp bench train``; see ``conversation``.
 
-    torchrun --nproc_per_node 2 mpdp/bench/peers/torch_train.py mlp
-
-The step is the one of ``mpdp bench train``: data on the device, forward, backward with overlapped reduction,
-update.
+Modes: ``eager``; ``compile`` (model and loss together); ``graph`` and ``compile-graph`` capture the whole step,
+optimizer included, as one CUDA graph. With several ranks the model is a DistributedDataParallel (gloo, on GPUs NCCL).
+Sixteen bits are autocast, with a GradScaler under float16.
 """
 
 import argparse
-import json
+import contextlib
 import os
-import statistics
+import resource
 import time
+from typing import Any
+
+from conversation import Conversation
+
+WARM_UP = 12  # also what DistributedDataParallel needs before a capture
+CPU_SECONDS = 6.0  # fewer steps where they take longer
+torch: Any = None  # imported once the pipe is open
+dist: Any = None
+torch_models: Any = None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workload", choices=["mlp", "convnet"])
-    parser.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--host", required=True, help="of rank 0")
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples a rank")
+    parser.add_argument("--mode", choices=["eager", "compile", "graph", "compile-graph"], default="eager")
+    parser.add_argument("--precision", choices=["float32", "tf32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--clip-norm", type=float, default=None, help="clip gradients as well")
     arguments = parser.parse_args()
+    if "graph" in arguments.mode:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its watchdog breaks captures
+    conversation = Conversation()
+    work = Work(arguments)
+    if conversation.begin(work.imports, work.join):
+        conversation.serve(work)
 
-    import torch
-    import torch.distributed as dist
-    from torch import nn
 
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if size > 1:
-        dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    if arguments.workload == "mlp":
-        batch, sample = arguments.batch or 128, [784]
-        layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    else:
-        batch, sample = arguments.batch or 64, [1, 28, 28]
-        layers = [
-            nn.Conv2d(1, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-        ]
-        layers += [nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if size > 1:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(batch, *sample, generator=generator)
-    y = torch.randint(0, 10, (batch,), generator=generator)
+class Work:
+    """The model, and one step of it."""
 
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.gpu = arguments.device != "cpu"
 
-    def block(steps):
-        if size > 1:
+    def imports(self):
+        import torch
+        import torch.distributed as dist
+        import torch_models
+
+        globals().update(torch=torch, dist=dist, torch_models=torch_models)
+        if self.gpu:
+            torch.cuda.set_device(self.arguments.device)
+        self.store = None
+        if self.arguments.size > 1 and self.arguments.rank == 0:
+            self.store = dist.TCPStore(self.arguments.host, 0, is_master=True, wait_for_workers=False)
+        return self.store.port if self.store else 0
+
+    def join(self, host, port):
+        arguments = self.arguments
+        if arguments.size > 1:
+            store = self.store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            dist.init_process_group(
+                arguments.backend, store=store, rank=arguments.rank, world_size=arguments.size
+            )
+        if self.gpu:
+            torch.zeros(1, device=arguments.device)  # makes CUDA's context, which counts for nobody
+        return torch.__version__
+
+    # -- what the parent asks for
+
+    def prepare(self):
+        """Build everything, warm up and capture."""
+        before = peak_resident()
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self.build(tuned=True)
+        self.run = self.step
+        if "graph" in self.arguments.mode:
+            self.run = self.capture()
+        else:
+            start = time.perf_counter()
+            for done in range(WARM_UP):
+                if done > 1 and not self.gpu and time.perf_counter() - start > CPU_SECONDS:
+                    break
+                self.step()
+        self.finish()
+        peak = torch.cuda.max_memory_allocated() if self.gpu else peak_resident() - before
+        return {"peak_bytes": peak, "parameters": sum(p.numel() for p in self.model.parameters())}
+
+    def block(self, warm_up, steps):
+        """Return the seconds of a step."""
+        for _ in range(warm_up):
+            self.run()
+        if self.arguments.size > 1:
             dist.barrier()
+        self.finish()
         start = time.perf_counter()
         for _ in range(steps):
-            step()
-        seconds = torch.tensor([(time.perf_counter() - start) / steps], dtype=torch.float64)
-        if size > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
+            self.run()
+        self.finish()
+        return {"seconds": (time.perf_counter() - start) / steps}
 
-    for _ in range(12):
-        step()
-    steps = max(5, int(arguments.seconds / block(10)))
-    blocks = [block(steps) for _ in range(arguments.blocks)]
-    seconds = statistics.median(blocks)
-    if rank == 0:
-        result = {
-            "system": f"torch-{torch.__version__}",
-            "workload": arguments.workload,
-            "device": "cpu",
-            "ranks": size,
-            "step_us": seconds * 1e6,
-            "block_step_us": [b * 1e6 for b in blocks],
-            "items_per_second": batch * size / seconds,
+    def profile(self, steps):
+        """Return the seconds a step of each kernel on the GPU, by name."""
+        kinds = [torch.profiler.ProfilerActivity.CUDA]
+        self.run()
+        with torch.profiler.profile(activities=kinds) as profiler:
+            for _ in range(steps):
+                self.run()
+            self.finish()
+        found: dict[str, float] = {}
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                found[event.name] = found.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6 / steps
+        return {"kernels": found}
+
+    def losses(self, count, path):
+        """Write the initial weights and data to ``path``, and return the losses of ``count`` updates."""
+        import numpy
+
+        self.build(tuned=False)
+        arrays: dict[str, Any] = {
+            name: p.detach().cpu().numpy().copy() for name, p in self.model.named_parameters()
         }
-        print(json.dumps(result), flush=True)
-    if size > 1:
-        dist.destroy_process_group()
+        arrays |= {"x": self.x.cpu().contiguous().numpy(), "y": self.y.cpu().numpy()}
+        if "graph" in self.arguments.mode:
+            raise ValueError("losses: expected a mode that is not captured, got " + self.arguments.mode)
+        losses = [float(self.step().detach()) for _ in range(count)]
+        arrays["losses"] = numpy.array(losses)
+        with open(path, "wb") as file:
+            numpy.savez(file, **arrays)
+        return {"losses": losses}
+
+    # -- the step
+
+    def build(self, tuned):
+        arguments = self.arguments
+        precision = arguments.precision
+        exact = precision == "float32"
+        torch.set_float32_matmul_precision("highest" if exact else "high")
+        torch.backends.cudnn.allow_tf32 = not exact
+        torch.backends.cudnn.benchmark = tuned
+        model, x, y = torch_models.build(arguments.workload, arguments.batch, arguments.rank)
+        self.model, self.x, self.y = (value.to(arguments.device) for value in (model, x, y))
+        self.optimizer = torch_models.optimizer_of(
+            arguments.workload, list(self.model.parameters()), arguments.device
+        )
+        self.scaler = torch.amp.GradScaler("cuda" if self.gpu else "cpu") if precision == "float16" else None
+        module = self.model
+        if arguments.size > 1:
+            with self.side_stream() if "graph" in arguments.mode else contextlib.nullcontext():
+                module = torch.nn.parallel.DistributedDataParallel(
+                    self.model, gradient_as_bucket_view=True, static_graph=arguments.mode == "eager"
+                )
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
+        kind = "cuda" if self.gpu else "cpu"
+
+        def loss_of(x, y):
+            with torch.autocast(kind, dtype, enabled=dtype is not None):
+                return torch.nn.functional.cross_entropy(module(x), y)
+
+        self.loss_of = torch.compile(loss_of) if "compile" in arguments.mode else loss_of
+
+    def step(self):
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss_of(self.x, self.y)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.arguments.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.clip_norm, foreach=True)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss
+
+    @contextlib.contextmanager
+    def side_stream(self):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self):
+        with self.side_stream():
+            for _ in range(WARM_UP):
+                self.step()
+        self.graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(self.graph):
+            self.step()
+        for _ in range(2):
+            self.graph.replay()
+        return self.graph.replay
+
+    def finish(self):
+        if self.gpu:
+            torch.cuda.synchronize()
+
+
+def peak_resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpdp.bench import torch_peer
+from mpdp.bench import peer_process
 from mpdp.bench.torch_peer import TorchPeer, TorchWay, find_torch
 from mpdp.comm.solo import SoloCommunicator
 from mpdp.device import CPU
@@ -89,10 +89,10 @@ def test_a_python_that_is_not_there_or_has_no_torch(tmp_path, monkeypatch):
 
 
 def test_which_python_has_torch(monkeypatch):
-    monkeypatch.setattr(torch_peer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peer_process.importlib.util, "find_spec", lambda name: None)
     assert find_torch(WORLD, "/a/python", True) == "/a/python"
     assert find_torch(WORLD, None, False) is None
     with pytest.raises(MissingDependencyError, match=r"pip install torch, or name a Python .*--torch-python"):
         find_torch(WORLD, None, True)
-    monkeypatch.setattr(torch_peer.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peer_process.importlib.util, "find_spec", lambda name: object())
     assert find_torch(WORLD, None, False) == sys.executable
