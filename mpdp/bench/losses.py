@@ -47,7 +47,7 @@ def our_name(workload: str, name: str) -> str:
         ('blocks.3.attention.projection.weight', 'linear1.bias', '2.bias')
     """
     if workload == "convnet":
-        return re.sub(r"^\d+", lambda match: _CONVNET[match[0]], name)
+        return re.sub(r"^\d+", lambda match: _CONVNET.get(match[0], match[0]), name)
     if workload in ("chargpt", "gpt2"):
         for theirs, ours in _GPT:
             name = name.replace(theirs, ours)

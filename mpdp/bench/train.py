@@ -46,6 +46,7 @@ BLOCK_SECONDS, QUICK_SECONDS = 2.0, 0.3
 TRACED_STEPS = 2 * STEPS  # of which the timeline keeps the second half
 PROFILED_STEPS = 5
 LISTED_KERNELS = 20
+CEILING_SECONDS = 0.3  # for each size of product, or as long as a block
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def measure(
     try:
         sides: list[Side] = [own, *peers]
         memory = [_prepare(world, side) for side in sides]
-        ceiling = _ceiling(world, what.precision)
+        ceiling = _ceiling(world, what.precision, plan)
         seconds = _turns(world, sides, plan)
         profiles = [_profile(world, side) for side in sides]
     finally:
@@ -225,14 +226,14 @@ def _prepare(world: World, side: Side) -> int | None:
     return int(largest(comm, before - after)) // world.ranks_per_device
 
 
-def _ceiling(world: World, precision: str) -> float:
+def _ceiling(world: World, precision: str, plan: Plan) -> float:
     """Return what large products reach, on the slowest rank; they take turns. **Collective.**"""
     comm = world.axis("data")
     rates = np.zeros(world.size)
     for rank in range(world.size):
         comm.barrier()
         if rank == world.rank:
-            rates[rank] = product_rate(world.device, precision)
+            rates[rank] = product_rate(world.device, precision, min(CEILING_SECONDS, plan.seconds))
     comm.all_reduce(rates, op="max", lane="urgent")
     return float(rates.min())
 
