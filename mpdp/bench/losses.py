@@ -102,6 +102,7 @@ def curve(world: World, setting: Setting, path: str | Path, count: int) -> tuple
         world=world,
         precision=setting.precision,
         graph=setting.graph,
+        plans=setting.plans,
     )
     batch: tuple[Any, Any] = (kernels.move(x, world.device), kernels.move(y, world.device))
     return [float(trainer.step(batch)) for _ in range(count)], theirs[:count]

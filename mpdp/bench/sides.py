@@ -41,6 +41,7 @@ class Setting:
         clip_norm: of our step; None does not clip.
         peers_clip: whether the peers clip as well.
         global_stats: whether our batch norms take the statistics of all ranks.
+        plans: ``"suggested"`` or ``"timed"``, of our products' libraries; see :class:`mpdp.Trainer`.
     """
 
     workload: str
@@ -50,6 +51,7 @@ class Setting:
     clip_norm: float | None = 1.0
     peers_clip: bool = False
     global_stats: bool = False
+    plans: str = "suggested"
 
 
 def setting(workload: str, device: str, **options: Any) -> Setting:
@@ -128,6 +130,7 @@ class OwnSide:
                 precision=setting.precision,
                 clip_norm=setting.clip_norm,
                 graph=setting.graph,
+                plans=setting.plans,
             )
             self.trainer.step(self._batch)
             once = largest(self._comm, self.block(0, 1))

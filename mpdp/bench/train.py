@@ -190,6 +190,7 @@ def measure(
         "precision": what.precision,
         "graph": what.graph,
         "captures": captures,
+        "plans": what.plans,
         "clip_norm": what.clip_norm,
         "peers_clip": what.peers_clip,
         "transport": world.transport,

@@ -112,7 +112,7 @@ def test_weights_of_another_model_are_an_error():
     with pytest.raises(ValueError, match=r"weights: expected shape \(10,\) for 4.bias, got \(9,\)"):
         losses.take_up(model, "mlp", arrays | {"4.bias": arrays["4.bias"][:9]})
     with pytest.raises(
-        ValueError, match="weights: expected the parameters of convnet, got differences in 4.bias, 4.weight"
+        ValueError, match=r"weights: expected the parameters of convnet, got differences in 4\.bias"
     ):
         losses.take_up(build("convnet", 0, 1).model, "convnet", arrays)
 
