@@ -126,6 +126,9 @@ class Capture:
         finally:
             parallel.abandon()
             reducer.step = reduced
+            self._kernels.begin_step(
+                parallel.step_count
+            )  # what follows a capture may be eager, and outlive the board
 
     def _new_board(self) -> Board:
         """Make the board, and call once what a capture may not call for the first time. **Collective.**"""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from called_again import capture, equal_bits
@@ -10,9 +15,18 @@ from on_device import host, put, world, xp
 import mpdp
 from mpdp import autodiff, data, nn, optim
 from mpdp.errors import NonFiniteError
-from mpdp.training.updates import Updates
+from mpdp.training.updates import Updates, _close
 
 UPDATES = 20
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Leave other tests the default initial weights."""
+    yield
+    mpdp.seed(0)
+
+
 RNG = np.random.default_rng(5)
 
 
@@ -240,6 +254,51 @@ def test_a_bad_label_in_a_graph(device):
         for _ in range(4):
             trainer.step((put(x), put(y)))
     assert same(eager, captured)
+
+
+def test_the_log_is_whole_at_the_end_of_a_loop_of_ones_own(device, tmp_path):
+    for end in ("forgotten", "closed"):
+        trainer = trainer_of(run_dir=tmp_path / end)
+        batch = tuple(map(put, samples(16)))
+        for _ in range(7):
+            trainer.step(batch)
+        assert trainer.updates.graphs.under_way
+        if end == "closed":  # as at the end of the program
+            _close(weakref.ref(trainer.updates))
+        else:
+            del trainer
+            gc.collect()
+        rows = [json.loads(line) for line in (tmp_path / end / "log.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, 8))
+
+
+def test_an_update_that_has_failed_is_not_in_the_log(device, tmp_path):
+    trainer = trainer_of(run_dir=tmp_path)
+    x, y = samples(16)
+    for _ in range(4):
+        trainer.step((put(x), put(y)))
+    trainer.step((put(np.full_like(x, np.nan)), put(y)))
+    trainer.updates.close()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_a_check_finds_belongs_to_an_update_under_way():
+    """On the CPU a check raises at once, so a stand-in finds something as a GPU does: while others are under way."""
+    trainer = trainer_of()
+    batch = samples(16)
+    for _ in range(5):
+        trainer.step(batch)
+    graphs = trainer.updates.graphs
+    found = iter([None, ValueError("embedding: found")])
+    graphs._kernels = SimpleNamespace(pending_error=lambda: next(found, None), xp=np)
+    trainer.step(batch)
+    under_way = graphs.under_way
+    assert under_way == 2
+    trainer.step(batch)  # here it is found, in one of those that are under way
+    with pytest.raises(ValueError, match="embedding: found"):
+        trainer.settle()
+    trainer.settle()
+    assert trainer.optimizer.updates.tolist() == [7] * 4
 
 
 def test_an_update_without_anything_to_count_changes_nothing(device):
