@@ -22,7 +22,6 @@ import numpy as np
 
 from mpdp.comm.tuned import processor
 
-ROOT = Path(__file__).resolve().parent.parent
 ELEMENTS = 24_000_000  # of the model whose memory is measured: 96 MB of float32
 
 

@@ -91,6 +91,12 @@ def _add_train(commands: Any) -> None:
         help="capture our step as one graph, or do not (default: the trainer's choice)",
     )
     parser.add_argument(
+        "--plans",
+        choices=["suggested", "timed"],
+        default="suggested",
+        help="of the libraries behind our products on a GPU: what they suggest, or what proves fastest",
+    )
+    parser.add_argument(
         "--peers", type=_some(PEERS), default=(), help=f"compare with some of {','.join(PEERS)}, in turns"
     )
     parser.add_argument(
@@ -172,6 +178,7 @@ def _train(arguments: argparse.Namespace) -> int:
         clip_norm=None if arguments.clip == "none" else 1.0,
         peers_clip=arguments.clip == "both",
         global_stats=arguments.global_stats,
+        plans=arguments.plans,
     )
 
 

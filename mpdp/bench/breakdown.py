@@ -16,16 +16,18 @@ from typing import Any
 
 # The first that is found in a kernel's name decides.
 _KERNELS = (
-    ("communication", r"nccl|^collective|send_mail|receive_mail"),
+    ("communication", r"nccl|^collective|send_mail|receive_mail|^combine$"),
     ("fused by torch", r"^triton_"),
+    ("step record", r"^(begin|take|signal|decide)$"),
+    ("layouts", r"channels_last|^folded|nchwtonhwc|nhwctonchw"),
     ("optimizer", r"multi_tensor|adam|sgd|span_|^total|hash_|all_finite|update"),
     ("attention", r"attention|flash|fmha|sdpa|mha|dot_do_o|convert_dq"),
-    ("convolution", r"conv|fprop|dgrad|wgrad|nchwtonhwc|nhwctonchw"),
+    ("convolution", r"conv|fprop|dgrad|wgrad"),
     ("normalisation", r"norm|^bn_|batch_?n|column_sums|moments|channel"),
     ("loss", r"softmax|cross_entropy|nll_loss|squared_error|classes_loss|check_and_loss"),
     ("pooling", r"pool"),
-    ("embedding", r"embedding|gather|segment|piece_|token_sums|first_axis|merge_runs|index|sort|radix"),
-    ("products", r"gemm|gemv|nvjet|cublas|cutlass|splitk|matmul"),
+    ("embedding", r"embedding|gather|segment|piece_|token_sums|first_axis|_runs|index|sort|radix"),
+    ("products", r"gemm|gemv|nvjet|cublas|cutlass|splitk|matmul|product"),
     ("copies", r"memcpy|memset|copy|catarray|fill"),
 )
 _CALLS = (

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels, nn
+from .. import __version__, kernels, nn
 from ..training import Trainer
 from ..world import World
-from .sides import Setting
+from .sides import Setting, start_peers
 from .workloads import build
 
 LIMITS = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}
@@ -47,7 +47,7 @@ def our_name(workload: str, name: str) -> str:
         ('blocks.3.attention.projection.weight', 'linear1.bias', '2.bias')
     """
     if workload == "convnet":
-        return re.sub(r"^\d+", lambda match: _CONVNET[match[0]], name)
+        return re.sub(r"^\d+", lambda match: _CONVNET.get(match[0], match[0]), name)
     if workload in ("chargpt", "gpt2"):
         for theirs, ours in _GPT:
             name = name.replace(theirs, ours)
@@ -102,6 +102,7 @@ def curve(world: World, setting: Setting, path: str | Path, count: int) -> tuple
         world=world,
         precision=setting.precision,
         graph=setting.graph,
+        plans=setting.plans,
     )
     batch: tuple[Any, Any] = (kernels.move(x, world.device), kernels.move(y, world.device))
     return [float(trainer.step(batch)) for _ in range(count)], theirs[:count]
@@ -116,3 +117,52 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """
     a, b = np.array(ours, dtype=np.float64), np.array(theirs, dtype=np.float64)
     return float(np.max(np.abs(a - b) / np.abs(b)))
+
+
+def compare(
+    world: World, what: Setting, peers: Sequence[str], python: str | None, count: int, path: str | None
+) -> dict[str, Any]:
+    """Return how far our losses are from those of PyTorch from the same weights, as JSON-able data. **Collective.**
+
+    Args:
+        world: one rank.
+        what: the workload.
+        peers: if torch is among them, it writes the file first; of its modes those that are not captured.
+        python: an interpreter that has torch (default: this one).
+        count: of updates; 0 is the default number.
+        path: of the file.
+
+    Raises:
+        ValueError: several ranks, no file, or a file that does not fit.
+    """
+    if world.size > 1:
+        raise ValueError(f"losses: expected one rank, got {world.size}; start it without mpirun")
+    if path is None:
+        raise ValueError("losses: expected a file of weights, got none; pass --weights F.npz")
+    count = count or updates(what.workload, what.precision)
+    name = next((name for name in peers if name.startswith("torch")), None)
+    version = None
+    if name is not None:
+        (side,) = start_peers(world, what, [name.removesuffix("-graph")], python)
+        try:
+            side.losses(count, str(path))
+            version = side.version
+        finally:
+            side.close()
+    ours, theirs = curve(world, what, path, count)
+    difference = largest_difference(ours, theirs)
+    limit = LIMITS[what.precision]
+    return {
+        "system": f"mpdp-{__version__}",
+        "peer": version,
+        "workload": what.workload,
+        "device": str(world.device),
+        "precision": what.precision,
+        "graph": what.graph,
+        "updates": count,
+        "losses": ours,
+        "peer_losses": theirs,
+        "largest_relative_difference": difference,
+        "limit": limit,
+        "within": difference <= limit,
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from ..comm.agreement import together
 from ..device import Device
 from ..training import Trainer
 from ..world import World
-from .peer_process import PeerProcess
+from .peer_process import PeerProcess, find_python
 from .silence import WithoutCollectives
 from .workloads import batch_of, build
 
@@ -41,6 +41,7 @@ class Setting:
         clip_norm: of our step; None does not clip.
         peers_clip: whether the peers clip as well.
         global_stats: whether our batch norms take the statistics of all ranks.
+        plans: ``"suggested"`` or ``"timed"``, of our products' libraries; see :class:`mpdp.Trainer`.
     """
 
     workload: str
@@ -50,6 +51,7 @@ class Setting:
     clip_norm: float | None = 1.0
     peers_clip: bool = False
     global_stats: bool = False
+    plans: str = "suggested"
 
 
 def setting(workload: str, device: str, **options: Any) -> Setting:
@@ -128,6 +130,7 @@ class OwnSide:
                 precision=setting.precision,
                 clip_norm=setting.clip_norm,
                 graph=setting.graph,
+                plans=setting.plans,
             )
             self.trainer.step(self._batch)
             once = largest(self._comm, self.block(0, 1))
@@ -244,6 +247,38 @@ class PeerSide:
 
     def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
         return together(self._world.comm, lambda: self.process.ask(call, **arguments))
+
+
+def start_peers(world: World, what: Setting, names: Sequence[str], peer_python: str | None) -> list[PeerSide]:
+    """Start the processes of some peers, so that they import their modules at the same time. **Collective.**
+
+    Args:
+        world: the ranks.
+        what: to run.
+        names: some of ``bench.PEERS``.
+        peer_python: an interpreter that has them (default: this one).
+
+    Raises:
+        ValueError: a CUDA graph on the CPU.
+        MissingDependencyError, CommunicationError: a peer does not work here.
+    """
+    sides = []
+    for name in names:
+        if world.device.kind == "cpu" and "graph" in name:
+            raise ValueError(f"peers: expected no {name} on the CPU, got it; CUDA graphs need --device cuda")
+        module = name.partition("-")[0]
+        python = find_python(world, module, peer_python, True, "--peer-python")
+        sides.append(PeerSide(world, name, what, str(python)))
+    try:
+        for side in sides:
+            side.start()
+        for side in sides:
+            side.meet()
+    except BaseException:
+        for side in sides:
+            side.close()
+        raise
+    return sides
 
 
 def largest(comm: Any, value: float) -> float:

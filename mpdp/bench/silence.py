@@ -10,7 +10,7 @@ from ..comm.base import Communicator, Request
 
 
 class WithoutCollectives:
-    """While entered, this rank's collectives do nothing and every message says what this rank itself put in.
+    """While entered, this rank's collectives do nothing; the step record reads as if all ranks were as this one.
 
     **Local.** Every rank enters it, between two steps. Functions of its own stand in the place of the communicator's,
     as those of a timeline do; checks and bookkeeping of the step stay. What a captured step holds is decided while it
@@ -67,4 +67,4 @@ class WithoutCollectives:
         return self._comm.rank * int(value)
 
     def _reduce_numbers(self, maxima: Sequence[int], sums: Sequence[float]) -> tuple[list[int], list[float]]:
-        return [int(value) for value in maxima], [float(value) for value in sums]
+        return [int(value) for value in maxima], [self._comm.size * float(value) for value in sums]

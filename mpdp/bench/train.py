@@ -36,15 +36,17 @@ from . import losses, turns
 from .breakdown import CallClock, by_class, class_of_call
 from .ceiling import product_rate
 from .flops import step_flops
-from .peer_process import find_python
 from .plot import plot_train, plotting
-from .sides import OwnSide, PeerSide, Setting, Side, free_bytes, largest, setting
+from .sides import OwnSide, Setting, Side, free_bytes, largest, setting, start_peers
+from .tables import losses_line, report
 from .workloads import precision_of
 
 BLOCKS, QUICK_BLOCKS = 5, 3
 BLOCK_SECONDS, QUICK_SECONDS = 2.0, 0.3
 TRACED_STEPS = 2 * STEPS  # of which the timeline keeps the second half
 PROFILED_STEPS = 5
+LISTED_KERNELS = 20
+CEILING_SECONDS = 0.3  # for each size of product, or as long as a block
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ def run(
         if plot_path is not None and world.rank == 0:
             plot_train(result, plot_path)
     else:
-        result = compare_losses(world, what, plan, losses_count, weights_path)
-        lines = [_losses_line(result)]
+        result = losses.compare(world, what, plan.peers, plan.peer_python, losses_count, weights_path)
+        lines = [losses_line(result)]
         status = 0 if result["within"] else 1
     if world.rank == 0:
         print("\n".join(lines), file=say, flush=True)
@@ -141,11 +143,11 @@ def measure(
     kind = world.device.kind
     what = what or setting(workload, kind, precision=precision_of(workload, kind))
     own = OwnSide(world, what)
-    peers = _peers(world, what, plan)
+    peers = start_peers(world, what, plan.peers, plan.peer_python)
     try:
         sides: list[Side] = [own, *peers]
         memory = [_prepare(world, side) for side in sides]
-        ceiling = _ceiling(world, what.precision)
+        ceiling = _ceiling(world, what.precision, plan)
         seconds = _turns(world, sides, plan)
         profiles = [_profile(world, side) for side in sides]
     finally:
@@ -169,10 +171,13 @@ def measure(
                 "peak_bytes": int(largest(world.axis("data"), side.peak_bytes)),
                 "device_bytes": device_bytes,
                 "breakdown_us": _breakdown(step, kernel_seconds),
+                "kernels_us": _longest(kernel_seconds),
             }
         )
     silent = _without_collectives(world, own, what, plan)
-    timeline = _timeline(own, trace_path)
+    graphs = own.trainer.updates.graphs
+    captures = 0 if graphs is None else graphs.captures  # before a timeline: it runs steps eagerly
+    timeline = _timeline(own, plan, trace_path)
     if kind == "cpu":
         rows[0]["breakdown_us"] = _calls(own, rows[0]["step_us"] / 1e6)
     trainer: Trainer = own.trainer
@@ -184,6 +189,8 @@ def measure(
         "ranks_per_gpu": world.ranks_per_device,
         "precision": what.precision,
         "graph": what.graph,
+        "captures": captures,
+        "plans": what.plans,
         "clip_norm": what.clip_norm,
         "peers_clip": what.peers_clip,
         "transport": world.transport,
@@ -204,27 +211,6 @@ def measure(
     }
 
 
-def _peers(world: World, what: Setting, plan: Plan) -> list[PeerSide]:
-    """Start the processes of all peers, so that they import their modules at the same time. **Collective.**"""
-    sides = []
-    for name in plan.peers:
-        if world.device.kind == "cpu" and "graph" in name:
-            raise ValueError(f"peers: expected no {name} on the CPU, got it; CUDA graphs need --device cuda")
-        module = name.partition("-")[0]
-        python = find_python(world, module, plan.peer_python, True, "--peer-python")
-        sides.append(PeerSide(world, name, what, str(python)))
-    try:
-        for side in sides:
-            side.start()
-        for side in sides:
-            side.meet()
-    except BaseException:
-        for side in sides:
-            side.close()
-        raise
-    return sides
-
-
 def _prepare(world: World, side: Side) -> int | None:
     """Prepare a side; return by how much the GPU's free memory fell meanwhile, a rank. **Collective.**"""
     comm = world.axis("data")
@@ -241,14 +227,14 @@ def _prepare(world: World, side: Side) -> int | None:
     return int(largest(comm, before - after)) // world.ranks_per_device
 
 
-def _ceiling(world: World, precision: str) -> float:
+def _ceiling(world: World, precision: str, plan: Plan) -> float:
     """Return what large products reach, on the slowest rank; they take turns. **Collective.**"""
     comm = world.axis("data")
     rates = np.zeros(world.size)
     for rank in range(world.size):
         comm.barrier()
         if rank == world.rank:
-            rates[rank] = product_rate(world.device, precision)
+            rates[rank] = product_rate(world.device, precision, min(CEILING_SECONDS, plan.seconds))
     comm.all_reduce(rates, op="max", lane="urgent")
     return float(rates.min())
 
@@ -285,6 +271,14 @@ def _breakdown(step: float, seconds: dict[str, float] | None) -> dict[str, float
     return {name: value * 1e6 for name, value in found.items()}
 
 
+def _longest(seconds: dict[str, float] | None) -> dict[str, float] | None:
+    """Return microseconds of the kernels that take longest, by name."""
+    if not seconds:
+        return None
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:LISTED_KERNELS]
+    return {name[:120]: value * 1e6 for name, value in longest}
+
+
 def _calls(own: OwnSide, step: float) -> dict[str, float]:
     """Return microseconds a step by class of the kernels' calls, and the rest. **Collective.**"""
     calls = CallClock(kernels.for_device(own.trainer.world.device))
@@ -306,104 +300,21 @@ def _without_collectives(world: World, own: OwnSide, what: Setting, plan: Plan) 
     return {"communication_cost_us": cost * 1e6, "silent_step_us": statistics.median(without) * 1e6}
 
 
-def _timeline(own: OwnSide, trace_path: str | None) -> dict[str, Any]:
-    """Return the figures of a timeline, None where a captured step shows it nothing. **Collective.**"""
+def _timeline(own: OwnSide, plan: Plan, trace_path: str | None) -> dict[str, float]:
+    """Return the figures of a timeline, whose steps are eager; no communication for one rank. **Collective.**"""
+    world = own.trainer.world
+    once = largest(world.axis("data"), own.block(0, 1))
     with Timeline(own.trainer.parallel) as timeline:  # in a block of its own: the others run without it
-        own.block(0, TRACED_STEPS)
+        own.block(0, max(1, min(TRACED_STEPS, int(plan.seconds / once))))
     if trace_path is not None:
         timeline.write(trace_path)
     figures = timeline.figures()
-    return {name: value if timeline.steps else None for name, value in figures.items()}
+    if world.size == 1:  # what it saw then is the host's time for chunks that go nowhere
+        figures |= {"communication_us": 0.0, "exposed_communication_us": 0.0}
+    return figures
 
 
 def _processor(world: World) -> str:
     if world.device.kind == "cpu":
         return processor()
     return next(gpu.name for gpu in devices() if gpu.device == world.device)
-
-
-def compare_losses(world: World, what: Setting, plan: Plan, count: int, path: str | None) -> dict[str, Any]:
-    """Return how far our losses are from those of the peer that starts from the same weights. **Collective.**"""
-    if world.size > 1:
-        raise ValueError(f"losses: expected one rank, got {world.size}; start it without mpirun")
-    if path is None:
-        raise ValueError("losses: expected a file of weights, got none; pass --weights F.npz")
-    count = count or losses.updates(what.workload, what.precision)
-    name = next((name for name in plan.peers if name.startswith("torch")), None)
-    version = None
-    if name is not None:
-        eager = [name.replace("-graph", "") if "graph" in name else name]
-        (side,) = _peers(world, what, Plan(eager, plan.peer_python))
-        try:
-            side.losses(count, str(path))
-            version = side.version
-        finally:
-            side.close()
-    ours, theirs = losses.curve(world, what, path, count)
-    difference = losses.largest_difference(ours, theirs)
-    limit = losses.LIMITS[what.precision]
-    return {
-        "system": f"mpdp-{__version__}",
-        "peer": version,
-        "workload": what.workload,
-        "device": str(world.device),
-        "precision": what.precision,
-        "graph": what.graph,
-        "updates": count,
-        "losses": ours,
-        "peer_losses": theirs,
-        "largest_relative_difference": difference,
-        "limit": limit,
-        "within": difference <= limit,
-    }
-
-
-def _losses_line(result: dict[str, Any]) -> str:
-    return (
-        f"{result['workload']} on {result['device']}, {result['precision']}: the losses of {result['updates']} updates "
-        f"from the same weights differ by {result['largest_relative_difference']:.2e} at most, relative "
-        f"(limit {result['limit']:.0e}): {'within' if result['within'] else 'TOO FAR'}"
-    )
-
-
-def report(result: dict[str, Any]) -> list[str]:
-    """Return the lines that people read. **Local.**"""
-    exposed = result["exposed_communication_us"]
-    communication = (
-        ""
-        if exposed is None
-        else (f"; communication {result['communication_us']:.0f} us, of which {exposed:.0f} us not hidden")
-    )
-    first = (
-        f"{result['workload']} on {result['ranks']} x {result['device']}: {result['step_us']:.0f} us a step, "
-        f"{result['items_per_second']:,.0f} {result['unit']}/s "
-        f"(blocks {min(result['block_step_us']):.0f} to {max(result['block_step_us']):.0f} us){communication}"
-    )
-    lines = [first]
-    if result["ranks"] > 1:
-        lines.append(
-            f"the collectives cost {result['communication_cost_us']:.0f} us: a step without them takes "
-            f"{result['silent_step_us']:.0f} us"
-        )
-    lines.append(
-        f"{result['precision']}, {result['batch_per_rank']} samples a rank; {result['flops'] / 1e9:,.2f} GFLOP of "
-        f"products a step and rank; large products reach {result['ceiling_flops_per_second'] / 1e12:,.3f} TFLOP/s here"
-    )
-    unit = f"{result['unit']}/s"
-    lines.append(
-        f"{'system':<22}{'step us':>12}{'quartiles':>22}{unit:>14}{'ratio':>8}{'of ceiling':>12}{'peak MB':>10}"
-        f"{'device MB':>11}"
-    )
-    for row in result["sides"]:
-        low, high = row["quartiles_us"]
-        taken = "" if row["device_bytes"] is None else f"{row['device_bytes'] / 1e6:,.0f}"
-        lines.append(
-            f"{row['name']:<22}{row['step_us']:>12,.1f}{f'{low:,.1f} .. {high:,.1f}':>22}"
-            f"{row['items_per_second']:>14,.0f}{row['ratio']:>8.2f}{row['utilisation']:>12.1%}"
-            f"{row['peak_bytes'] / 1e6:>10,.0f}{taken:>11}"
-        )
-    for row in result["sides"]:
-        if row["breakdown_us"]:
-            parts = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["breakdown_us"].items())
-            lines.append(f"{row['name']}, us by kind of work: {parts}")
-    return lines

@@ -115,3 +115,41 @@ def test_all_reduce_on_a_gpu(gpu, job, tmp_path, size):
     assert ("float32", 1 << 20, "cuda_ipc, reducer") in cases
     assert ("float32", 8, "mpi4py") in cases and ("bfloat16", 8, "mpi4py") not in cases
     assert ("float32", 8, "nccl") in cases or output.count("not measured: nccl, ") == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_train_says_what_the_collectives_cost(job, tmp_path, size):
+    path = tmp_path / "result.json"
+    line, settings = launching.mpirun(size)
+    words = ["-m", "mpdp", "bench", "train", "mlp", "--batch", "4", "--seconds", "0.1", "--blocks", "3"]
+    done = launching.run(
+        [*line, sys.executable, *words, "--json", str(path)], environ=settings, timeout=100
+    ).check()
+    result = json.loads(path.read_text())
+    assert result["ranks"] == size
+    assert result["silent_step_us"] > 0
+    assert f"a step without them takes {result['silent_step_us']:.0f} us" in done.output
+    (ours,) = result["sides"]
+    assert ours["items_per_second"] == pytest.approx(4 * size / ours["step_us"] * 1e6)
+
+
+def test_train_takes_turns_with_torch_and_has_its_losses(job, tmp_path):
+    """Runs where torch is: in this Python, or in the one that MPDP_TORCH_PYTHON names."""
+    python = os.environ.get("MPDP_TORCH_PYTHON")
+    if python is None and importlib.util.find_spec("torch") is None:
+        pytest.skip("this Python has no torch, and MPDP_TORCH_PYTHON names none")
+    path = tmp_path / "result.json"
+    peer = ["--peers", "torch", "--peer-python", python or sys.executable, "--json", str(path)]
+    line, settings = launching.mpirun(2)
+    words = ["-m", "mpdp", "bench", "train", "mlp", "--batch", "4", "--seconds", "0.05", "--blocks", "3"]
+    launching.run([*line, sys.executable, *words, *peer], environ=settings, timeout=100).check()
+    sides = json.loads(path.read_text())["sides"]
+    assert [side["name"] for side in sides] == ["mpdp", "torch"]
+    assert all(side["step_us"] > 0 and side["peak_bytes"] > 0 for side in sides)
+    for workload, batch, updates in (("mlp", 128, 50), ("convnet", 8, 10)):
+        words = ["-m", "mpdp", "bench", "train", workload, "--batch", str(batch), "--losses"]
+        words += ["--weights", str(tmp_path / "weights.npz"), *peer]
+        launching.run([sys.executable, *words], timeout=100).check()
+        result = json.loads(path.read_text())
+        assert result["updates"] == updates
+        assert result["largest_relative_difference"] < 1e-5

@@ -16,7 +16,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(mpdp.__path__, "mpdp.")
-    if not name.endswith("__main__") and ".cuda" not in name
+    if not name.endswith("__main__")
+    and ".cuda" not in name
+    and ".peers." not in name  # scripts for an interpreter that has another system
 ]
 
 

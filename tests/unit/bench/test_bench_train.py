@@ -9,6 +9,7 @@ import traces
 
 from mpdp import bench
 from mpdp.bench.workloads import build
+from mpdp.kernels import random
 
 
 def test_the_mlp_is_the_one_of_the_comparisons():
@@ -48,10 +49,28 @@ def test_the_chargpt_is_the_one_of_the_comparisons():
     assert workload.optimizer.describe()["weight_decay"] == 0.01
 
 
+def test_gpt2_and_resnet50_are_those_of_the_comparisons(monkeypatch):
+    for draw in ("normal", "uniform"):  # their values do not matter, and 124 million take long
+        monkeypatch.setattr(random, draw, lambda key, count: np.zeros(count))
+    gpt2 = build("gpt2", 0, 2)
+    assert gpt2.batch[0].shape == gpt2.batch[1].shape == (2, 1024) and gpt2.items == 2 * 1024
+    assert sum(p.size for p in gpt2.model.parameters()) == 124_475_904
+    assert 50_000 < gpt2.batch[0].max() < 50_304
+    resnet = build("resnet50", 0, 2)
+    assert sum(p.size for p in resnet.model.parameters()) == 25_557_032
+    assert resnet.batch[0].shape == (2, 3, 224, 224)
+    assert (resnet.items, resnet.unit, resnet.optimizer.describe()["momentum"]) == (2, "images", 0.9)
+    for global_stats in (False, True):
+        model = build("resnet50", 0, 1, global_stats=global_stats).model
+        norms = [m for _, m in model.named_modules() if hasattr(m, "global_stats")]
+        assert len(norms) == 53 and all(m.global_stats is global_stats for m in norms)
+
+
 def test_one_json_object(tmp_path, capsys):
     path = tmp_path / "result.json"
     trace = tmp_path / "trace.json"
-    words = ["train", "mlp", "--quick", "--batch", "4", "--json", str(path), "--trace", str(trace)]
+    words = ["train", "mlp", "--quick", "--seconds", "0.05", "--batch", "4"]
+    words += ["--json", str(path), "--trace", str(trace)]
     assert bench.main(words) == 0
     traces.load(trace, 1)
     result = json.loads(path.read_text())
@@ -70,7 +89,7 @@ def test_one_json_object(tmp_path, capsys):
     assert result["batch_per_rank"] == 4
     assert result["items_per_second"] == pytest.approx(4 * result["ranks"] / result["step_us"] * 1e6)
     assert capsys.readouterr().out.startswith("mlp on 1 x cpu: ")
-    assert bench.main(["train", "mlp", "--quick", "--batch", "4", "--json", "-"]) == 0
+    assert bench.main([*words[:7], "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["workload"] == "mlp"
 
 
