@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from .device_memory import DeviceInfo, devices, place
     from .nn import seed
     from .parallel import DataParallel, GradientArena, Layout, Reducer
-    from .training import Callback, EarlyStopping, Trainer, new_run_dir
+    from .training import Callback, CsvWriter, EarlyStopping, TensorBoardWriter, Trainer, new_run_dir
     from .world import World, current_world, init
 
 _HOMES = {
     "Callback": "training",
+    "CsvWriter": "training",
     "DataParallel": "parallel",
     "Device": "device",
     "DeviceInfo": "device_memory",
@@ -36,6 +37,7 @@ _HOMES = {
     "GradientArena": "parallel",
     "Layout": "parallel",
     "Reducer": "parallel",
+    "TensorBoardWriter": "training",
     "Trainer": "training",
     "World": "world",
     "current_world": "world",
@@ -50,6 +52,7 @@ _MODULES = ("autodiff", "data", "errors", "nn", "optim", "random")
 
 __all__ = [
     "Callback",
+    "CsvWriter",
     "DataParallel",
     "Device",
     "DeviceInfo",
@@ -57,6 +60,7 @@ __all__ = [
     "GradientArena",
     "Layout",
     "Reducer",
+    "TensorBoardWriter",
     "Trainer",
     "World",
     "__version__",

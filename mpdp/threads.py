@@ -173,6 +173,7 @@ class Group:
     def _rank(self, rank: int, function: Callable[[int], Any]) -> None:
         try:
             kernels.hold(rank + 1)
+            cores.cap(self.size, os.environ)  # OpenMP's count of threads is that of each thread that asks
             worlds.joins_by(lambda *arguments: self._join(rank, *arguments))
             self._results[rank] = function(rank)
         except SystemExit as error:

@@ -77,6 +77,11 @@ class World:
                 f"axis: expected one of {', '.join(self.axes)}, got {name!r}; check the name"
             ) from None
 
+    @property
+    def in_threads(self) -> bool:
+        """Whether the ranks are threads of one process."""
+        return self.fails is not None
+
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank at once and see to it that the job ends within seconds.
 

@@ -33,11 +33,16 @@ def cases_of(kind: str) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{train,all-reduce,contention}")
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="{train,all-reduce,contention,memory}"
+    )
     _add_train(commands)
     _add_all_reduce(commands)
+    _add_memory(commands)
     _add_contention(commands)
     arguments = parser.parse_args(argv)
+    if arguments.benchmark == "memory":
+        return _memory(arguments)
     kind = "auto"
     if arguments.device != "auto":
         try:
@@ -168,6 +173,23 @@ def _train(arguments: argparse.Namespace) -> int:
         peers_clip=arguments.clip == "both",
         global_stats=arguments.global_stats,
     )
+
+
+def _add_memory(commands: Any) -> None:
+    parser = commands.add_parser("memory", help="what mapped data and steps take of a host's memory")
+    parser.add_argument(
+        "--bytes", type=_sizes, default=None, help="of the mapped array, as in 256M (default: 1G)"
+    )
+    parser.add_argument("--folder", default=None, help="where it is written (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="an array of 64M")
+    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from . import memory
+
+    nbytes = arguments.bytes[0] if arguments.bytes else None
+    return memory.run(quick=arguments.quick, nbytes=nbytes, folder=arguments.folder, json_path=arguments.json)
 
 
 def _add_all_reduce(commands: Any) -> None:

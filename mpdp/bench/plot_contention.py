@@ -42,8 +42,9 @@ def plot_contention(result: dict[str, Any], path: str) -> None:
     for each in (enqueued, completed):
         each.set_xticks(sorted({row["k"] for row in result["rows"]}))
         each.get_xaxis().set_major_formatter("{x:g}")
-        each.minorticks_off()
+        each.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
     latencies.set(
+        xlim=(0.5, None),
         xscale="log",
         yscale="log",
         xlabel="latency of a launch, us, most workers",

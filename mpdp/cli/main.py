@@ -18,6 +18,7 @@ commands:
   run    start a script as several processes: mpdp run -n 4 train.py
   bench  measure this machine: mpdp bench train mlp
   doctor say what this machine or job offers, and what is wrong with it
+  plot   draw what runs have logged: mpdp plot RUN_DIR
 
 options:
   -h, --help  show this message and exit; also after a command
@@ -43,7 +44,18 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(arguments)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "doctor": _doctor}
+def _plot(arguments: Sequence[str]) -> int:
+    from .plot import main as plot
+
+    return plot(arguments)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "bench": _bench,
+    "doctor": _doctor,
+    "plot": _plot,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

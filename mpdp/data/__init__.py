@@ -9,6 +9,7 @@ from .images import ImageFolder
 from .loader import Loader, MicroBatch
 from .order import Order, Share, batches, micro_batches, share
 from .reading import Draw, check_dataset, map_arrays, split_batch, stack, take
+from .streams import Stream, StreamLoader, as_dataset
 from .transforms import Select, Transform
 from .workers import Workers
 
@@ -21,9 +22,12 @@ __all__ = [
     "Order",
     "Select",
     "Share",
+    "Stream",
+    "StreamLoader",
     "TokenDataset",
     "Transform",
     "Workers",
+    "as_dataset",
     "batches",
     "check_dataset",
     "map_arrays",

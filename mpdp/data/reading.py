@@ -106,9 +106,9 @@ def read_samples(dataset: Any, indices: np.ndarray, where: str = "", draw: Draw 
     return items
 
 
-def sample_note(index: int) -> _Note:
+def sample_note(index: int, where: str = "") -> _Note:
     """Return a context that names a sample on an error that passes through. **Local.**"""
-    return _Note(f"sample {index}", "")
+    return _Note(f"sample {index}", where)
 
 
 def _checked(method: str, batch: Any, count: int) -> Any:

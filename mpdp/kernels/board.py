@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # Words of 8 bytes, as in cuda_src/step.cu. The board: what the step itself keeps, then its slot, then the numbers that
-# were chosen from the slot.
+# were chosen from the slot, then (on a GPU) where the arrays lie.
 LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, MINE, TICKET = range(12)
 HEAD = 16
 STEP, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS = range(16, 25)
@@ -95,14 +95,14 @@ class Board:
         self.kernels = kernels
         self.slots, self.table, self.sources, self.reports = slots, numbers, sources, reports
         self.width = HEAD + 2 * numbers + sources
-        self.words = kernels.xp.zeros(NUMBERS + 3 * numbers, np.int64)
+        self.words = kernels.xp.zeros(NUMBERS + 3 * numbers + sources, np.int64)
         self.launches = 0
         floats = self.words.view(np.float64)
         self.step, self.start, self.rows = (self.words[i : i + 1].reshape(()) for i in (STEP, START, ROWS))
         self.apply = self.words[APPLY : APPLY + 1].reshape(())
         self.scale, self.seed = (floats[i : i + 1].reshape(()) for i in (SCALE, SEED))
         self.record = floats[LOSS : COUNT + 1]
-        self.numbers = floats[NUMBERS + 2 * numbers :]
+        self.numbers = floats[NUMBERS + 2 * numbers : NUMBERS + 3 * numbers]
         self._ring, self._reports = self._host_memory(slots * self.width), self._host_memory(reports * REPORT)
         # Bytes are several times as fast to write and to look at as arrays.
         slot_words: Any = self._ring.view(np.uint8)
@@ -208,9 +208,9 @@ class Board:
         loss = xp.zeros((), np.float64 if gradient.dtype.itemsize == 8 else np.float32)
         self.write(
             step=0, start=0, rows=0, applied=0, power=1.0, loss_scale=1.0, clip_norm=None, seed=1.0, skips=False,
-            numbers=bytes(16 * self.table), sources=(),
+            numbers=bytes(16 * self.table), sources=(loss,),
         )  # fmt: skip
-        self.begin((), 0)
+        self.begin((xp.empty_like(loss).reshape(1),), 0)
         self.take(loss, 1.0, 0.0, True)
         self.signal(0)
         self.decide(gradient, span)
@@ -247,7 +247,7 @@ class HostBoard(Board):
         table = self.table
         words[HEAD : NUMBERS + 2 * table] = slot[: HEAD + 2 * table]
         at = HEAD + table * int(words[APPLIED] - words[KNOWN])
-        words[NUMBERS + 2 * table :] = slot[at : at + table]
+        words[NUMBERS + 2 * table : NUMBERS + 3 * table] = slot[at : at + table]
         for target, source in zip(targets, self._kept[launch % self.slots], strict=True):
             there = len(target) // rows * int(words[ROWS]) if rows else len(target)
             target[:there] = source

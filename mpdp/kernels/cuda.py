@@ -78,6 +78,8 @@ class CudaKernels(
 
     def store(self, value: Array, out: Array, beta: float = 0.0) -> Array:
         into, value = self._as_they_lie(out, value)
+        if value.dtype.itemsize == into.dtype.itemsize == 2 and value.dtype != into.dtype:
+            value = value.astype(np.float32)  # CuPy has no cast from bfloat16 to float16, nor back
         if beta == 0.0:
             self.xp.copyto(into, value)
         else:

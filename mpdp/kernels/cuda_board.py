@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .board import Board, Loss
+from .board import HEAD, Board, Loss
 from .cuda_source import THREADS, number, stored
 
-_ARRAYS = 4  # that one launch of `begin` copies
+_ARRAYS = 4  # that one launch of `fetch` copies
 _MOST_BLOCKS = 264  # two a multiprocessor of an H200
-_EACH = 16 * 4 * THREADS  # bytes that a block copies
+_EACH = 16 * 2 * THREADS  # bytes that a block copies
 
 
 class CudaBoard(Board):
@@ -45,16 +45,19 @@ class CudaBoard(Board):
         self.kernels.launch("step", name, built, blocks, threads, self.words, *arguments)
 
     def begin(self, targets: Sequence[Any], rows: int) -> None:
-        for first in range(0, max(len(targets), 1), _ARRAYS):
+        words = HEAD + 2 * self.table + len(targets)
+        self._launch(
+            "begin", np.float32, np.float32, 1, THREADS,
+            self._ring.ctypes.data, self.slots, self.width, self.table, words,
+        )  # fmt: skip
+        for first in range(0, len(targets), _ARRAYS):
             some = targets[first : first + _ARRAYS]
             places: list[Any] = [0, 0] * _ARRAYS
             for i, target in enumerate(some):
                 places[2 * i : 2 * i + 2] = target, target.nbytes
-            most = max((target.nbytes for target in some), default=0)
-            blocks = max(1, min(-(-most // _EACH), _MOST_BLOCKS))
+            blocks = max(1, min(-(-max(target.nbytes for target in some) // _EACH), _MOST_BLOCKS))
             self._launch(
-                "begin", np.float32, np.float32, blocks, THREADS,
-                self._ring.ctypes.data, self.slots, self.width, self.table, first, rows, *places,
+                "fetch", np.float32, np.float32, blocks, THREADS, self.table, first, rows, *places
             )  # fmt: skip
 
     def take(self, total: Any, factor: float, count: Any, first: bool) -> None:

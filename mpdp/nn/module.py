@@ -143,7 +143,8 @@ class Module:
     def train(self: _M, mode: bool = True) -> _M:
         """Set ``training`` here and in all modules below."""
         for _, module in self.named_modules():
-            module.training = bool(mode)
+            if module.training is not mode:
+                module.training = bool(mode)
         return self
 
     def eval(self: _M) -> _M:

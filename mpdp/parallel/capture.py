@@ -126,6 +126,9 @@ class Capture:
         finally:
             parallel.abandon()
             reducer.step = reduced
+            self._kernels.begin_step(
+                parallel.step_count
+            )  # what follows a capture may be eager, and outlive the board
 
     def _new_board(self) -> Board:
         """Make the board, and call once what a capture may not call for the first time. **Collective.**"""
@@ -156,7 +159,9 @@ class Capture:
         with samples(SampleContext(parallel.seed, board.step, board.start, captured.count)):
             output = precision.forward(captured.inputs or (), captured.kwargs, parallel.model)
         captured.output = _detached(output) if looks else None  # nothing else may hold what the graph writes
-        total, factor, count = split_captured(self.loss_function(output, captured.target), captured.count)
+        loss = self.loss_function(output, captured.target)
+        total, factor, count = split_captured(loss, captured.count)
+        del output, loss  # backward writes over logits that nobody refers to
         precision.check_loss(total)
         self._loss = None
         if self._comm.size > 1 or not (first and last):

@@ -8,6 +8,7 @@ for the eager step, and ``recorder`` for capture itself.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -90,6 +91,7 @@ class GraphStep:
         self._numbers: tuple[float, bytes] = -1.0, b""  # of the last update, and its learning rate
         self._latest: tuple[Any, list[Any]] = (), []  # keys of the last update, and their graphs
         self._last_seen: Any = None
+        self._found: tuple[int, Exception] | None = None  # by a check, in an update up to the one named
         self._updates = self._applied = 0  # launched, and applied as far as reports say, with this board
         self._begin()
 
@@ -97,6 +99,11 @@ class GraphStep:
     def captures(self) -> int:
         """Graphs that were captured so far."""
         return self.capture.count
+
+    @property
+    def under_way(self) -> int:
+        """Updates that were launched and not looked at."""
+        return len(self._pending)
 
     def _begin(self) -> None:
         """Start from the model as it is now, without graphs."""
@@ -358,15 +365,13 @@ class GraphStep:
         while len(self._pending) > behind:
             pending = self._pending[0]
             report = self._wait(pending.update)
+            self._look_for_errors()
             if report.halted:
                 self._halt(report)
             self._take(pending, report)
 
     def _take(self, pending: _Pending, report: Report) -> None:
         """Take over what the oldest update under way has reported."""
-        error = self._kernels.pending_error()
-        if error is not None:
-            raise error
         self._pending.popleft()
         parallel, applied = self.parallel, report.status == Status.APPLIED
         if applied:
@@ -378,6 +383,33 @@ class GraphStep:
         pending.loss.settle(report.loss_sum / report.counted if report.counted else 0.0)
         if pending.settled is not None:
             pending.settled(report.loss_sum, report.counted)
+        if self._found is not None and pending.update >= self._found[0]:
+            error, self._found = self._found[1], None
+            raise error
+
+    def _look_for_errors(self) -> None:
+        """Note what checks on the device have found, in one of the updates that were launched so far.
+
+        Most often the loss of that update is NaN. The error is raised in its place, or else when all are done.
+        """
+        if self._found is None:
+            error = self._kernels.pending_error()
+            if error is not None:
+                self._found = self._updates - 1, error
+
+    def take_finished(self, seconds: float) -> None:
+        """Take over the reports of the updates under way that come in time, for the log; raises nothing. **Local.**"""
+        deadline = time.monotonic() + seconds
+        board = self.capture.board
+        with contextlib.suppress(Exception):
+            while self._pending and board is not None:
+                report = board.report(self._pending[0].update)
+                if report is not None and not report.halted:
+                    self._take(self._pending[0], report)
+                elif report is not None or time.monotonic() > deadline:
+                    return
+                else:
+                    time.sleep(_SLEEP_SECONDS)
 
     def _settle_upto(self, update: int) -> None:
         """Settle all updates up to one, for somebody who wants its loss. **Local.**
@@ -388,6 +420,7 @@ class GraphStep:
         while self._pending and self._pending[0].update <= update:
             pending = self._pending[0]
             report = self._wait(pending.update)
+            self._look_for_errors()
             if report.halted and self._comm.size > 1:
                 for late in self._pending:
                     if late.update <= update:
@@ -425,7 +458,8 @@ class GraphStep:
         self._updates = self._applied = 0
         parallel.step_count = report.step
         parallel.world.activity.step = report.step
-        agree(self._comm, self._kernels.pending_error())
+        found, self._found = self._found, None
+        agree(self._comm, None if found is None else found[1])
         if report.status == Status.LOSS_LOST:
             non_finite.raise_loss(
                 self._comm, report.own_sum, report.loss_sum, report.step, parallel.precision.name

@@ -8,6 +8,7 @@ messages match without negotiation. Two ways in: :meth:`Reducer.ready` for gradi
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ class Reducer:
         chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
         step: finished reductions.
         opening: called once before the first chunk of a step is started; the caller sets it for each step.
+        waited_seconds: time that the calling thread has spent in messages and waiting for other ranks, so far.
 
     Example:
         >>> import mpdp
@@ -79,6 +81,7 @@ class Reducer:
             },
         )
         self.step = 0
+        self.waited_seconds = 0.0
         self.opening: Callable[[], None] | None = None
         self._opened = False
         self._announced: set[str] = set()
@@ -166,26 +169,35 @@ class Reducer:
         if self._opened:
             return None
         self._opened = True
-        if self.opening is not None:
-            opening, self.opening = self.opening, None
-            opening()
-            return None
-        return exchange(self.comm, Kind.REDUCE, self.step, sums=sums, layout=self.arena.layout.digest)
+        start = time.perf_counter()
+        try:
+            if self.opening is not None:
+                opening, self.opening = self.opening, None
+                opening()
+                return None
+            return exchange(self.comm, Kind.REDUCE, self.step, sums=sums, layout=self.arena.layout.digest)
+        finally:
+            self.waited_seconds += time.perf_counter() - start
 
     def flush(self, upto: int) -> None:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
-        if self._next < upto:
-            self.open()
+        if self._next >= upto:
+            return
+        self.open()
+        start = time.perf_counter()
         while self._next < upto:
             self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
             self._next += 1
+        self.waited_seconds += time.perf_counter() - start
 
     def wait(self) -> None:
         """Start what is left, wait for every chunk and make ready for the next step. **Collective.**"""
         self.open()  # parameters without elements make no chunk
         self.flush(len(self.chunks))
+        start = time.perf_counter()
         for request in self._requests:
             request.wait()
+        self.waited_seconds += time.perf_counter() - start
         self._requests.clear()
         self._next = 0
         self._opened = False

@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a bar on a terminal, one line an epoch elsewhere.
+"""Progress of a run on stderr: a bar on a terminal or in a notebook, one line an epoch elsewhere.
 
 Only rank 0 makes one. A closed or narrow-minded stream never stops a training: what cannot be written is dropped.
 """
@@ -34,10 +34,8 @@ class Progress:
         self._start = time.monotonic()
         self._last = 0.0
         self._begin = self._done = done
-        if shown and _is_terminal():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
+        if shown and (_is_terminal() or _is_notebook()):
+            self._bar = _bar_class()(
                 total=total,
                 initial=done,
                 unit="step",
@@ -99,6 +97,29 @@ def _is_terminal() -> bool:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):
         return False
+
+
+def _is_notebook() -> bool:
+    """Return whether a notebook shows what this process writes."""
+    ipython = sys.modules.get("IPython")
+    try:
+        shell = None if ipython is None else ipython.get_ipython()
+    except Exception:  # IPython is being imported
+        return False
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _bar_class() -> Any:
+    """Return a widget's class in a notebook that has widgets, else that of a bar of characters."""
+    if _is_notebook():
+        with contextlib.suppress(ImportError):
+            import ipywidgets  # noqa: F401
+            from tqdm.notebook import tqdm as widget
+
+            return widget
+    from tqdm import tqdm
+
+    return tqdm
 
 
 def _takes_unicode() -> bool:

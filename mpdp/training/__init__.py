@@ -7,5 +7,14 @@
 from .callbacks import Callback, EarlyStopping
 from .run_folder import new_run_dir
 from .trainer import History, Trainer
+from .writers import CsvWriter, TensorBoardWriter
 
-__all__ = ["Callback", "EarlyStopping", "History", "Trainer", "new_run_dir"]
+__all__ = [
+    "Callback",
+    "CsvWriter",
+    "EarlyStopping",
+    "History",
+    "TensorBoardWriter",
+    "Trainer",
+    "new_run_dir",
+]

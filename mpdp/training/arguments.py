@@ -103,6 +103,21 @@ def check(
                 )
 
 
+def learning_rate(optimizer: Optimizer, schedule: Any, step: int) -> float:
+    """Return the learning rate of an update. **Local.**
+
+    Raises:
+        TypeError: a schedule that returns no number.
+    """
+    factor = schedule(step)
+    try:
+        return optimizer.lr * float(factor)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"schedule: expected a number for update {step}, got {factor!r}; return a factor on the learning rate"
+        ) from error
+
+
 def check_graph(graph: Any, world: World) -> None:
     """Refuse to require graphs where there are none. **Local.**"""
     if graph is True and world.device.kind == "cpu":

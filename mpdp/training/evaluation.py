@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from ..autodiff import Tensor, no_grad
 from ..autodiff.tensor import unwrap
 from ..comm.agreement import agree, compare, on_root, together
 from ..comm.base import Communicator
-from ..data import Loader, MicroBatch, check_dataset, map_arrays
+from ..data import Loader, MicroBatch, Stream, StreamLoader, as_dataset, check_dataset, map_arrays
+from ..data.streams import length_of
 from ..data.transforms import describe_dataset
 from ..nn import Gather, Module
 from ..nn.metrics import finished, metric_name
@@ -134,8 +135,9 @@ def run(
     """Evaluate a trainer's model on all ranks; see ``Trainer.evaluate``. **Collective.**"""
     comm = trainer.world.axis("data")
     loader = _loader(trainer, Kind.EVALUATE, dataset, metrics, global_batch_size)
-    with evaluation_mode(trainer.model), loader.updates(stop=len(loader)) as stream:
+    with evaluation_mode(trainer.model), closing(OnePass(loader)) as stream:
         tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
+    stream.compare(comm)
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
     return tally.reduced(comm)
 
@@ -145,7 +147,7 @@ def predict(trainer: Trainer, dataset: Any, global_batch_size: int | None, every
     comm = trainer.world.axis("data")
     loader = _loader(trainer, Kind.PREDICT, dataset, (), global_batch_size)
     rows, tree = Rows("predict"), ""
-    with evaluation_mode(trainer.model), no_grad(), loader.updates(stop=len(loader)) as stream:
+    with evaluation_mode(trainer.model), no_grad(), closing(OnePass(loader)) as stream:
         for parts in stream:
             for part in parts:
                 if part.count:
@@ -156,6 +158,7 @@ def predict(trainer: Trainer, dataset: Any, global_batch_size: int | None, every
                     rows.add(_place(part), part.count, leaves)
                     part.release()
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
+    stream.compare(comm)
     trees = [text.decode() for text in comm.all_gather_bytes(tree.encode())]
     found = rows.gather(comm, everywhere)
     if not found:
@@ -199,13 +202,13 @@ def _loader(
     """Return the loader of one pass in the data set's order, once all ranks agree on it. **Collective.**"""
     comm, world = trainer.world.axis("data"), trainer.world
     exchange(comm, kind, trainer.step_count)
-    together(comm, lambda: check_evaluation(dataset, metrics))
+    dataset = together(comm, lambda: check_evaluation(dataset, metrics, ordered=kind is Kind.PREDICT))
     size = global_batch_size if global_batch_size is not None else _BATCH
     compare(
         comm,
         kind.name.lower(),
         {
-            "length of the data set": len(dataset),
+            "length of the data set": length_of(dataset),
             "global_batch_size": size,
             "metrics": [metric_name(metric) for metric in metrics],
             **describe_dataset(dataset),
@@ -213,7 +216,7 @@ def _loader(
     )
     return together(
         comm,
-        lambda: Loader(
+        lambda: (StreamLoader if isinstance(dataset, Stream) else Loader)(
             dataset,
             size,
             rank=world.rank,
@@ -225,6 +228,35 @@ def _loader(
             purpose="batch of an evaluation" if kind is Kind.EVALUATE else "batch of a prediction",
         ),
     )
+
+
+class OnePass:
+    """This rank's micro-batches of one pass over data in their own order.
+
+    Args:
+        loader: of a data set or a stream.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._stream = (
+            loader.epochs(count=1) if isinstance(loader, StreamLoader) else loader.updates(stop=len(loader))
+        )
+        self._together = isinstance(loader, StreamLoader) and not loader.dataset.sharded
+        self._read = 0
+
+    def __iter__(self) -> Iterator[Sequence[MicroBatch]]:
+        for parts in self._stream:
+            self._read += sum(part.total or 0 for part in parts)
+            yield parts
+
+    def compare(self, comm: Communicator) -> None:
+        """Check that ranks which should read one stream have read equally much. **Collective.**"""
+        if self._together:
+            compare(comm, "dataset", {"number of elements of the stream": self._read})
+
+    def close(self) -> None:
+        """End the reading ahead. **Local.**"""
+        self._stream.close()
 
 
 @contextmanager
@@ -239,10 +271,17 @@ def evaluation_mode(model: Module) -> Iterator[None]:
             module.training = training
 
 
-def check_evaluation(dataset: Any, metrics: Sequence[Metric]) -> None:
-    """Refuse what is no data set or no metric. **Local.**"""
-    check_dataset(dataset)
+def check_evaluation(dataset: Any, metrics: Sequence[Metric], ordered: bool) -> Any:
+    """Refuse what is no data or no metric; return the data as the loader takes them. **Local.**"""
+    dataset = as_dataset(dataset)
+    if not isinstance(dataset, Stream):
+        check_dataset(dataset)
+    elif ordered and dataset.sharded:
+        raise ValueError(
+            "dataset: expected data that have one order for all ranks, got a sharded stream; predict rank by rank"
+        )
     check_metrics(metrics)
+    return dataset
 
 
 def check_metrics(metrics: Sequence[Metric], of_training: bool = False) -> None:

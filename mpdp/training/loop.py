@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..comm.agreement import together
-from ..data import Loader, MicroBatch
+from ..data import MicroBatch
 from ..nn.metrics import finished, metric_name
 from ..report.progress import Progress
+from ..report.step_times import StepTimes, stragglers
 from .calling import call_back
 from .evaluation import Tally
 from .plan import FitPlan
+from .sources import PlannedUpdates, StreamedUpdates
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -32,6 +36,8 @@ class FitLoop:
         self.plan = plan
         self.progress = progress
         self._checked_first = False
+        self.times = StepTimes()
+        self._waited = 0.0  # seconds for the data of the update under way
 
     @property
     def finished(self) -> bool:
@@ -47,44 +53,56 @@ class FitLoop:
         if self.finished:
             self.progress.say(f"fit: nothing to do, the run already has {trainer.step_count} updates")
             return
-        loader = Loader(
-            plan.dataset,
-            plan.global_batch_size,
-            accumulate=trainer.accumulate,
-            rank=trainer.world.rank,
-            size=trainer.world.size,
-            seed=trainer.seed,
-            shuffle=plan.shuffle,
-            drop_last=plan.drop_last,
-            dtype=trainer.parallel.precision.master,
-            device=trainer.world.device,
-            say=self.progress.say,
-            zero_rows=trainer.parallel.may_communicate,
-        )
-        first = position.epoch * plan.per_epoch + position.batch
-        last = first + plan.updates_left(position, trainer.step_count)
-        with loader.updates(first, last) as stream:
+        kind = StreamedUpdates if plan.streamed else PlannedUpdates
+        with closing(kind(trainer, plan, self.progress.say)) as updates:
             while not self.finished:
                 if position.batch == plan.per_epoch:
                     self._close_epoch()
                     continue
                 trainer.model.train()
-                samples = plan.samples(position.batch)
-                self._train_one(stream)
+                start, waited = time.perf_counter(), trainer.parallel.reducer.waited_seconds
+                found = self._next(updates)
+                if found is None:
+                    self._close_epoch()
+                    continue
+                parts, samples = found
+                self._train_one(parts, {"samples": samples, "data_seconds": round(self._waited, 6)})
+                seconds = time.perf_counter() - start
+                self.times.add(seconds, self._waited, trainer.parallel.reducer.waited_seconds - waited)
                 self.progress.step(trainer.late_loss, samples)
                 trainer.after_step()
         trainer.settle()
 
-    def _train_one(self, stream: Iterator[Sequence[MicroBatch]]) -> None:
-        """Do one update from the loader's stream."""
+    def report(self) -> None:
+        """Log where the time of each rank's steps went, who is slow, and the memory of this rank. **Collective.**"""
+        trainer = self.trainer
+        rows = self.times.gather(trainer.world.axis("data"))
+        if self.times.steps >= 0:
+            trainer.folder.row(kind="ranks", step=trainer.step_count, ranks=rows)
+            for line in stragglers(rows):
+                trainer.world.log("warning", line)
+        trainer.folder.row(kind="memory", step=trainer.step_count, **trainer.memory())
+        trainer.folder.flush()
+
+    def _next(self, updates: PlannedUpdates | StreamedUpdates) -> tuple[Sequence[MicroBatch], int] | None:
+        """Return the next update; note how long its data were waited for. **Collective.**"""
+        start = time.perf_counter()
+        if self._checked_first:
+            parts = updates.pull()
+        else:
+            parts = together(self.trainer.world.axis("data"), updates.pull)
+        self._waited = time.perf_counter() - start
+        return updates.agreed(parts)
+
+    def _train_one(self, parts: Sequence[MicroBatch], row: dict[str, Any]) -> None:
+        """Do one update, of which the log holds ``row`` too."""
         trainer, plan = self.trainer, self.plan
         comm = trainer.world.axis("data")
         tally = Tally(plan.metrics if plan.validation is None else ())
         if self._checked_first:
-            trainer.update(next(stream), tally=tally)
+            trainer.update(parts, tally=tally, row=row)
         else:
             # The first batch meets the model here: what does not fit is an error on all ranks, before time is spent.
-            parts = together(comm, lambda: next(stream))
             if (
                 trainer.parallel.communicates
             ):  # a rank that raises is not in the agreement while others wait for it
@@ -92,7 +110,7 @@ class FitLoop:
             else:
                 loss = together(comm, lambda: trainer.eager.loss(parts[0], tally, plan.dataset))
             self._checked_first = True
-            trainer.update(parts, tally=tally, first_loss=loss)
+            trainer.update(parts, tally=tally, first_loss=loss, row=row)
         metrics = tally.values[1:]
         if len(metrics):
             flat = metrics.reshape(-1).copy()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..data import batches, check_dataset
+from ..data import Stream, as_dataset, batches, check_dataset
+from ..data.streams import length_of
 from ..data.transforms import describe_dataset
 from ..nn.metrics import metric_name
 from .arguments import plain
@@ -31,6 +33,9 @@ class FitPlan:
     def __post_init__(self) -> None:
         for name in ("epochs", "updates", "global_batch_size"):  # a checkpoint holds them as JSON
             object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("dataset", "validation"):
+            with contextlib.suppress(TypeError):  # check() raises it
+                object.__setattr__(self, name, as_dataset(getattr(self, name)))
 
     def check(self, accumulate: int) -> None:
         """Refuse what cannot be done.
@@ -41,9 +46,8 @@ class FitPlan:
             TypeError: something that is no data set, number or metric.
             ValueError: a number out of range, or data without samples.
         """
-        check_dataset(self.dataset)
-        if self.validation is not None:
-            _check_validation(self.validation)
+        for name in ("dataset", "validation"):
+            _check_data(name, getattr(self, name))
         if self.epochs is None and self.updates is None:
             raise ValueError("epochs: expected epochs= or updates=, got neither; say when to stop")
         for name, value in (("epochs", self.epochs), ("updates", self.updates)):
@@ -70,47 +74,61 @@ class FitPlan:
                 f"drop_last, got {size}; lower it or keep the short batch"
             )
 
-    @cached_property
-    def length(self) -> int:
-        """Samples of the data set when ``fit`` was called; it may grow meanwhile."""
-        return len(self.dataset)
+    @property
+    def streamed(self) -> bool:
+        """Whether the data are a stream, of no known length."""
+        return isinstance(self.dataset, Stream)
 
     @cached_property
-    def per_epoch(self) -> int:
-        """Updates in an epoch."""
-        return len(batches(self.length, self.global_batch_size, self.drop_last))
+    def length(self) -> int | None:
+        """Samples of the data set when ``fit`` was called; it may grow meanwhile. None for a stream."""
+        return None if self.streamed else len(self.dataset)
+
+    @cached_property
+    def per_epoch(self) -> int | None:
+        """Updates in an epoch; None for a stream."""
+        return (
+            None if self.length is None else len(batches(self.length, self.global_batch_size, self.drop_last))
+        )
 
     @property
-    def total(self) -> int:
-        """Updates of the whole run."""
-        ends = []
-        if self.epochs is not None:
+    def total(self) -> int | None:
+        """Updates of the whole run, where that is known."""
+        ends = [] if self.updates is None else [self.updates]
+        if self.epochs is not None and self.per_epoch is not None:
             ends.append(self.epochs * self.per_epoch)
-        if self.updates is not None:
-            ends.append(self.updates)
-        return min(ends)
+        return min(ends, default=None)
 
     def updates_left(self, position: Position, step_count: int) -> int:
-        """Return how many updates a run at this position still has to do."""
+        """Return how many updates a run at this position still has to do; of a stream 1 where there may be some."""
         ends = []
         if self.epochs is not None:
-            ends.append((self.epochs - position.epoch) * self.per_epoch - position.batch)
+            epochs = self.epochs - position.epoch
+            ends.append(
+                min(epochs, 1) if self.per_epoch is None else epochs * self.per_epoch - position.batch
+            )
         if self.updates is not None:
             ends.append(self.updates - step_count)
         return max(0, min(ends))
 
     def samples(self, batch: int) -> int:
-        """Return the number of samples in the global batch ``batch`` of an epoch."""
+        """Return the number of samples in the global batch ``batch`` of an epoch. Not for a stream."""
+        assert self.length is not None
         return min(self.global_batch_size, self.length - batch * self.global_batch_size)
 
-    def order(self) -> dict[str, Any]:
-        """Return what decides which samples stand in which global batch."""
-        return {
+    def order(self, size: int = 1) -> dict[str, Any]:
+        """Return what decides which samples stand in which global batch, on so many ranks."""
+        found: dict[str, Any] = {
             "length of the data set": self.length,
             "global_batch_size": self.global_batch_size,
             "shuffle": bool(self.shuffle),
             "drop_last": bool(self.drop_last),
         }
+        if self.streamed:
+            found["window"] = self.dataset.window
+            if self.dataset.sharded:
+                found["number of ranks of a sharded stream"] = size
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Return what all ranks must have been asked alike."""
@@ -118,15 +136,17 @@ class FitPlan:
             **self.order(),
             "epochs": self.epochs,
             "updates": self.updates,
-            "length of the validation data": None if self.validation is None else len(self.validation),
+            "length of the validation data": length_of(self.validation),
             "metrics": [metric_name(metric) for metric in self.metrics],
             **describe_dataset(self.dataset),
             **{f"{key} (validation)": value for key, value in describe_dataset(self.validation).items()},
         }
 
 
-def _check_validation(dataset: Any) -> None:
+def _check_data(name: str, dataset: Any) -> None:
     try:
-        check_dataset(dataset)
+        if not isinstance(dataset, Stream) and (name == "dataset" or dataset is not None):
+            as_dataset(dataset)
+            check_dataset(dataset)
     except TypeError as error:
-        raise TypeError(str(error).replace("dataset:", "validation:", 1)) from None
+        raise TypeError(str(error).replace("dataset:", f"{name}:", 1)) from None

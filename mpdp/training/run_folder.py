@@ -1,9 +1,8 @@
 """The run folder: log, configuration and checkpoints of one run, written by rank 0 alone.
 
-``log.jsonl`` holds one JSON object a line: ``{"kind": "step", "step", "epoch", "loss", "lr", "seconds"}`` after
-each update (under float16 also ``"loss_scale"`` and ``"skipped"``), ``{"kind": "epoch", "epoch", "step", "loss", ...}``
-after each epoch and ``{"kind": "memory", "step", ...}`` at the end of ``fit``. A resumed run cuts the log back to the
-checkpoint, so every step stands in it once. ``plans.json`` lists the plans that were timed.
+``log.jsonl`` holds one JSON object a line: one an update, one an epoch, and at the end of ``fit`` the step times of
+each rank and the memory of rank 0. The guide lists their keys. A resumed run cuts the log back to the checkpoint, so
+every step stands in it once. ``plans.json`` lists the plans that were timed.
 """
 
 from __future__ import annotations
@@ -67,6 +66,24 @@ class RunFolder:
             return False
         log = self.path / "log.jsonl"
         return (log.exists() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
+
+    def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
+        """Open the folder for a run; one that an earlier run has used only where that was resumed.
+
+        Args:
+            config: see :meth:`open`.
+            keep_rows: rows of the log that belong to what was resumed; None where nothing was.
+
+        Raises:
+            ValueError: an earlier run is there.
+            OSError: the folder cannot be written.
+        """
+        if keep_rows is None and self.used:
+            raise ValueError(
+                f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
+                "call trainer.resume() to go on with it, or choose another folder"
+            )
+        self.open(config, keep_rows)
 
     def open(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Make the folder, check that it can be written, and open the log.
@@ -150,6 +167,7 @@ def _write_rest(log: Path, pending: list[str], pid: int) -> None:
         return  # a forked child's copy
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         file.writelines(pending)
+        pending.clear()  # updates under way may still add rows, and write them
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:

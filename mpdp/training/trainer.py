@@ -24,7 +24,7 @@ from ..world import World, init
 from . import arguments, evaluation, resuming
 from .callbacks import Callback
 from .calling import agree_to_stop, call_back
-from .evaluation import Metric, Tally
+from .evaluation import Metric
 from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
@@ -74,7 +74,7 @@ class Trainer:
             is waited for; ``late_loss``: the same, waited for when it is looked at.
         should_stop: set it on any rank, and all ranks stop after the same step: the one under way in a callback, the
             next one elsewhere. It reads True once all have agreed.
-        lr: learning rate of the next update.
+        lr: learning rate of the next update; ``last_lr``: of the last one.
 
     Raises:
         ValueError, TypeError: a bad argument, on all ranks.
@@ -155,6 +155,7 @@ class Trainer:
         self.keep = keep
         self.callbacks = tuple(callbacks)
         self._stop_asked = self._stop_agreed = self.fitting = False
+        self.last_lr = float("nan")
         self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
@@ -219,14 +220,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        factor = self.schedule(self.step_count)
-        try:
-            return self.optimizer.lr * float(factor)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"schedule: expected a number for update {self.step_count}, got {factor!r}; "
-                "return a factor on the learning rate"
-            ) from error
+        return arguments.learning_rate(self.optimizer, self.schedule, self.step_count)
 
     @property
     def loss(self) -> float:
@@ -251,6 +245,7 @@ class Trainer:
         drop_last: bool = False,
         validation: Any = None,
         metrics: Sequence[Metric] = (),
+        progress: bool = True,
     ) -> History:
         """Train until ``epochs`` passes or ``updates`` updates are done since the start of the run.
 
@@ -258,7 +253,8 @@ class Trainer:
         was stopped would have ended.
 
         Args:
-            dataset: ``data.ArrayDataset``, or any object with ``__len__`` and ``__getitem__``; the same on all ranks.
+            dataset: any object with ``__len__`` and ``__getitem__``, the same on all ranks; or a ``data.Stream``, or
+                what can be iterated over anew each epoch.
             epochs: passes over the data, counted from the start of the run.
             updates: stop after so many updates, counted from the start of the run.
             global_batch_size: samples per update over all ranks and micro-batches.
@@ -267,6 +263,7 @@ class Trainer:
             validation: data set evaluated after each epoch.
             metrics: ``metric(output, target) -> (sum, count)``; of the validation data, or of the training
                 batches where there is none.
+            progress: show on stderr how far the run is; False is quiet.
 
         Returns:
             one row an epoch: ``epoch, step, loss``, each metric's name, and ``validation_loss`` where there is
@@ -284,24 +281,31 @@ class Trainer:
         exchange(comm, Kind.FIT, self.step_count)
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
-        agree(comm, self.position.begin(plan.order(), 0 if validation is not None else len(plan.metrics)))
+        agree(
+            comm,
+            self.position.begin(
+                plan.order(self.world.size), 0 if validation is not None else len(plan.metrics)
+            ),
+        )
         self._open_folder()
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
-        progress = Progress(self.world.rank == 0, plan.total, self.step_count, self.world.size)
+        shown = Progress(
+            self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
+        )
         self.fitting = True
         done = self.step_count
         try:
-            FitLoop(self, plan, progress).run()
+            loop = FitLoop(self, plan, shown)
+            loop.run()
             if self.step_count > done:
                 self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
-            self.folder.row(kind="memory", step=self.step_count, **self.memory())
-            self.folder.flush()
+            loop.report()
         finally:
             self.fitting = False
-            progress.close()
+            shown.close()
         return self.history
 
     def _refuse_inside_fit(self, call: str) -> None:
@@ -311,9 +315,10 @@ class Trainer:
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
 
-    def update(self, parts: Sequence[MicroBatch], tally: Tally | None = None, first_loss: Any = None) -> None:
+    def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
-        self.late_loss = self.updates.run(parts, stop=self._stop_asked, tally=tally, first_loss=first_loss)
+        self.last_lr = self.lr
+        self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
     def settle(self) -> None:
@@ -456,15 +461,8 @@ class Trainer:
         if self._opened:
             return
 
-        def claim() -> None:
-            if self._resumed is None and self.folder.used:
-                raise ValueError(
-                    f"run_dir: expected a new or empty folder, got {self.folder.path} with an earlier run; "
-                    "call trainer.resume() to go on with it, or choose another folder"
-                )
-            self.folder.open(self.describe() | {"world_size": self.world.size}, self._resumed)
-
-        on_root(self.world.axis("data"), claim)
+        config = self.describe() | {"world_size": self.world.size}
+        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
         self._opened = True
 
     def _fix_nominal(self, count: float) -> None:

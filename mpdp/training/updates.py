@@ -5,12 +5,17 @@ Both ways give the same bits. Read ``step`` for the eager one and ``parallel.gra
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import kernels
 from ..data import MicroBatch
+from ..errors import on_all_ranks
 from ..parallel.graph_step import GraphStep
 from ..parallel.late_loss import LateLoss
 from ..parallel.recorder import recorder_of
@@ -19,6 +24,16 @@ from .evaluation import Tally
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+_PATIENCE_SECONDS = 5.0
+
+
+def _close(updates: weakref.ref[Updates]) -> None:
+    """Close what is left at the end of the program."""
+    left = updates()
+    if left is not None:
+        left.close()
 
 
 class Updates:
@@ -36,15 +51,23 @@ class Updates:
     def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
         self.trainer = trainer
         self.graphs: GraphStep | None = None
+        self._process = os.getpid()
         self._kernels = kernels.for_device(trainer.world.device)
         self.time_plans(timed)
         recorder = None if graph is False else recorder_of(trainer.world.device)
+        if recorder is not None and trainer.world.in_threads and trainer.world.size > 1:
+            # What one thread calls while another captures would end the capture.
+            if graph is True:
+                why = "ranks that are processes, got threads, whose steps run eagerly"
+                raise on_all_ranks(ValueError(f"graph: expected {why}; leave it out"))
+            recorder = None
         if recorder is not None:
             self.record_with(recorder, required=graph is True)
 
     def record_with(self, recorder: Any, required: bool) -> None:
         """Run updates as graphs that ``recorder`` makes. **Local.**"""
         trainer = self.trainer
+        atexit.register(_close, weakref.ref(self))
         self.graphs = GraphStep(
             trainer.parallel,
             trainer.loss_function,
@@ -60,7 +83,12 @@ class Updates:
         self._plans_missing = self._kernels.plan_book.timed = wanted
 
     def run(
-        self, parts: Sequence[MicroBatch], stop: bool, tally: Tally | None = None, first_loss: Any = None
+        self,
+        parts: Sequence[MicroBatch],
+        stop: bool,
+        tally: Tally | None = None,
+        first_loss: Any = None,
+        row: dict[str, Any] | None = None,
     ) -> float | LateLoss:
         """Do one update from this rank's micro-batches and return its loss. **Collective.**
 
@@ -69,6 +97,7 @@ class Updates:
             stop: ask all ranks to stop after this update.
             tally: takes the metrics of the outputs.
             first_loss: the loss of ``parts[0]``, where it was computed already.
+            row: what the log holds of the update beside what is noted here.
         """
         trainer, graphs = self.trainer, self.graphs
         trainer.world.activity.step = trainer.step_count
@@ -76,12 +105,16 @@ class Updates:
         looks = tally is not None and bool(tally.metrics)
         if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
             look = tally.add_metrics if looks and tally is not None else None
-            return graphs.run(parts, lr=lr, look=look, settled=self._note(lr))
-        note = self._note(lr)
+            return graphs.run(parts, lr=lr, look=look, settled=self._note(lr, row))
+        beside = {} if row is None else dict(row)
+        note = self._note(lr, beside)
+        waited = trainer.parallel.reducer.waited_seconds
         self._kernels.begin_step(trainer.step_count)
         loss = trainer.eager.run(parts, lr=lr, stop=stop, tally=tally, first_loss=first_loss)
         if graphs is not None:
             graphs.ran_eagerly()
+        if row is not None:
+            beside["message_seconds"] = round(trainer.parallel.reducer.waited_seconds - waited, 6)
         note(trainer.parallel.last_loss_sum, trainer.parallel.last_count)
         if self._plans_missing:
             self._plans_missing = False
@@ -89,20 +122,41 @@ class Updates:
             trainer.folder.note_plans(self._kernels.plan_book.plans())
         return loss
 
+    def __del__(self) -> None:
+        """Log the last updates of a program with a loop of its own, which has no end of training that would."""
+        self.close()
+
+    def close(self) -> None:
+        """Take over what the updates under way have reported, and write the log. **Local.**"""
+        graphs = getattr(self, "graphs", None)
+        if (
+            graphs is not None and graphs.under_way and os.getpid() == self._process
+        ):  # not a forked child's copy
+            graphs.take_finished(_PATIENCE_SECONDS)
+            with contextlib.suppress(OSError):
+                self.trainer.folder.flush()
+
     def settle(self) -> None:
         """Wait for the updates under way; see :meth:`Trainer.settle`."""
         if self.graphs is not None:
             self.graphs.settle()
 
-    def _note(self, lr: float) -> Callable[[float, float], None]:
+    def _note(self, lr: float, beside: dict[str, Any] | None) -> Callable[[float, float], None]:
         """Return what notes the update that comes next, once its loss sum and count are known."""
         trainer = self.trainer
         step, epoch, scale = trainer.step_count + 1, trainer.position.epoch + 1, trainer.parallel.loss_scale
-        if scale is None:
-            return partial(self._noted, step, epoch, {"lr": lr})
-        return partial(self._noted, step, epoch, {"lr": lr, "loss_scale": scale.value})
+        row = {"lr": lr} if scale is None else {"lr": lr, "loss_scale": scale.value}
+        return partial(self._noted, step, epoch, row, beside or {})
 
-    def _noted(self, step: int, epoch: int, row: dict[str, Any], loss_sum: float, count: float) -> None:
+    def _noted(
+        self,
+        step: int,
+        epoch: int,
+        row: dict[str, Any],
+        beside: dict[str, Any],
+        loss_sum: float,
+        count: float,
+    ) -> None:
         """Take over what an update has summed up; where it ran as a graph, some updates later. **Local.**"""
         trainer = self.trainer
         scale = trainer.parallel.loss_scale
@@ -110,4 +164,4 @@ class Updates:
             row["skipped"] = scale.skipped
         if trainer.fitting:
             trainer.position.add_loss(loss_sum, count)
-        trainer.folder.step_row(step, epoch, loss_sum / count if count else 0.0, **row)
+        trainer.folder.step_row(step, epoch, loss_sum / count if count else 0.0, **row, **beside)

@@ -1,9 +1,12 @@
-"""``mpdp bench contention`` as a whole, on CPUs."""
+"""``mpdp bench contention`` as a whole, on CPUs and with a driver that launches nothing."""
 
 import json
+import shutil
+import subprocess
 import sys
 
-from launching import run
+import pytest
+from launching import PROGRAMS, ROOT, run
 
 
 def test_a_quick_run_always_ends_with_a_verdict(job, tmp_path):
@@ -39,3 +42,52 @@ def test_a_quick_run_always_ends_with_a_verdict(job, tmp_path):
         assert sum(sample["job"] == name for sample in blocks) == len(steps["blocks"][name]) + refused
     kept = run([sys.executable, "-m", "mpdp", "doctor"])
     assert "threads or processes: " in kept.output
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory):
+    """The folder of a libcuda that launches nothing."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    source, library = ROOT / "tests" / "fake_libcuda.c", folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", library, source], check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lock", "word"), [(None, "no contention"), ("process", "lock"), ("context", "lock")]
+)
+def test_a_lock_of_a_driver_is_found_and_whose_it_is(fake_driver, lock, word):
+    environ = {"LD_LIBRARY_PATH": str(fake_driver), "FAKE_LOCK": lock}
+    result = run([sys.executable, str(PROGRAMS / "contention.py")], timeout=90, environ=environ).check()
+    (found,) = result.results
+    assert found["said"] == [] and found["rows"] == found["arms"] > 40
+    assert found["word"] == word
+    assert (found["threads"] > 1.6) == (lock is None)
+    assert (found["own"] > 1.6) == (lock != "process")
+    assert found["processes"] > 1.6
+
+
+def test_a_quick_run_with_a_driver_ends_with_a_verdict(job, fake_driver, tmp_path):
+    path = tmp_path / "c.json"
+    line = [
+        sys.executable,
+        "-m",
+        "mpdp",
+        "bench",
+        "contention",
+        "--device",
+        "cuda",
+        "--quick",
+        "--json",
+        str(path),
+    ]
+    environ = {"LD_LIBRARY_PATH": str(fake_driver), "CUDA_VISIBLE_DEVICES": ""}
+    result = run(line, timeout=120, environ=environ).check()
+    found = json.loads(path.read_text())
+    assert (found["gpu"], found["gpus"]) == ("a fake GPU", 1) and found["verdict"] in result.output
+    assert {row["launch"] for row in found["rows"]} >= {"null kernel", "null kernel, own contexts"}
+    assert "one GPU cannot decide whether processes train faster" in result.output
+    assert found["training"].startswith("training: undecided") and found["steps"][0]["blocks"] == {}

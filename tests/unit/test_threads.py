@@ -97,6 +97,8 @@ def test_seeds_and_modes_belong_to_a_thread():
 
 def test_blas_threads_are_shared_out_and_given_back(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    import sklearn.utils  # noqa: F401  loads OpenMP, whose count of threads belongs to the thread that asks
+
     from mpdp.world import blas_threads
 
     before = blas_threads()
@@ -270,6 +272,16 @@ def test_training_on_gpus_is_exact(gpu, size):
     results = threads.run(lambda: weights(train("cuda")), size)
     assert all((result == results[0]).all() for result in results)
     np.testing.assert_allclose(results[0], weights(train("cpu")), rtol=1e-3, atol=1e-4)
+
+
+def test_steps_of_threads_are_not_captured(gpu):
+    def rank():
+        mpdp.init(device="cuda")
+        with pytest.raises(ValueError, match="graph: expected ranks that are processes, got threads"):
+            mpdp.Trainer(nn.Linear(12, 5), nn.cross_entropy, optim.SGD(lr=0.1), graph=True)
+        return mpdp.Trainer(nn.Linear(12, 5), nn.cross_entropy, optim.SGD(lr=0.1)).updates.graphs
+
+    assert threads.run(rank, 2) == [None, None]
 
 
 def test_ranks_on_a_gpu_repeat_their_bits(gpu):

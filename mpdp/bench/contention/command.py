@@ -23,7 +23,7 @@ import numpy as np
 from ... import __version__
 from ...comm.tuned import processor
 from ...cores import cores
-from ...errors import CommunicationError, MpdpError
+from ...errors import MpdpError
 from . import loops as c
 from .arms import KS, plan, verdict_rows
 from .control import LEAST, Control, cores_in_order
@@ -32,7 +32,7 @@ from .figures import interval, summary
 from .kept import keep as keep_verdict
 from .rounds import ATTEMPTS, Rounds
 from .rule import Verdict, advise, decide, readings
-from .steps import Steps, torch_blocks
+from .steps import Steps
 from .workers import NO_MPS, Processes, Workers, environment
 
 REPETITIONS = {"quick": 3, "default": 9, "full": 15}
@@ -156,7 +156,7 @@ class _Run:
         verdict = self._decide(rows)
         launch_bound = next((each for each in steps if each["kind"] == "launch-bound"), None)
         blocks = {} if launch_bound is None else dict(launch_bound["blocks"])
-        if blocks.get("processes MPS"):
+        if self.gpus == 1 and blocks.get("processes MPS"):
             blocks["processes"] = blocks["processes MPS"]
         advice = advise(blocks, self.gpus, on_cpu=self.gpus == 0)
         told = [] if verdict.k is None else readings(rows, verdict.k)
@@ -289,6 +289,8 @@ class _Run:
     # -- steps
 
     def _steps(self, file: TextIO | None, torch_python: str | None) -> list[dict[str, Any]]:
+        if torch_python is None and importlib.util.find_spec("torch") is not None:
+            torch_python = sys.executable
         k = min(2, len(self.cpus)) if self.extent != "full" or self.gpus < 4 else 4
         kinds = {"launch-bound": _BATCHES["launch-bound"]}
         if self.gpus and self.extent != "quick":
@@ -298,7 +300,7 @@ class _Run:
         until = time.monotonic() + STEPS_SECONDS[self.extent]
         for kind, batch in kinds.items():
             try:
-                steps = Steps("mlp", k, self.device, batch, environments, self.note, cores())
+                steps = Steps("mlp", k, self.device, batch, environments, self.note, cores(), torch_python)
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
@@ -309,8 +311,6 @@ class _Run:
                 continue
             finally:
                 steps.close()
-            if self.device == "cpu":
-                self._torch(made, torch_python, k, batch)
             self.print(_steps_table(made))
             found.append(made)
         return found
@@ -348,21 +348,6 @@ class _Run:
             "blocks": blocks,
             "refused": refused,
         }
-
-    def _torch(self, made: dict[str, Any], python: str | None, k: int, batch: int) -> None:
-        if python is None:
-            if importlib.util.find_spec("torch") is None:
-                return
-            python = sys.executable
-        try:
-            told = torch_blocks(
-                python, "mlp", k, batch, STEP_BLOCK[self.extent], REPETITIONS[self.extent], cores()
-            )
-        except CommunicationError as error:
-            self.note(str(error))
-            return
-        made["blocks"]["torch DDP"] = [each / 1e6 for each in told["block_step_us"]]
-        made["about"]["torch DDP"] = {"system": told["system"]}
 
 
 def _used_bytes() -> int:
@@ -414,10 +399,10 @@ def _steps_table(made: dict[str, Any]) -> str:
     for name, seconds in blocks.items():
         against = f", {made['refused'].get(name, 0)} blocks refused"
         if not seconds:
-            lines.append(f"  {name:<14} (cores busy){against}")
+            lines.append(f"  {name:<22} (cores busy){against}")
             continue
         if first and name != "threads":
             value, low, high = interval(first, seconds)
             against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
-        lines.append(f"  {name:<14} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
+        lines.append(f"  {name:<22} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
     return "\n".join(lines)

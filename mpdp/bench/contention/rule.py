@@ -12,8 +12,8 @@ share.
 4. Both below: ``undecided``, since the GPU or the machine limits processes as well.
 
 What follows for training needs a GPU a worker: processes are to be preferred if the launch-bound step with the same
-collective is more than 5 % faster than the best of the threads, with the whole interval; graphs suffice if the captured
-step of threads is within 5 % of that of processes. On one GPU this is said to be open.
+collective is more than 5 % faster than that of threads, with the whole interval. On one GPU this is said to be open.
+Captured steps stand in the table beside it: ranks that are threads do not capture, so they have none to compare.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str
     **Local.**
 
     Args:
-        steps: by ``"threads"`` and ``"processes"``, the seconds of a launch-bound step; also ``"threads graph"`` and
-            ``"processes graph"``, of the captured one.
+        steps: by ``"threads"`` and ``"processes"``, the seconds of a launch-bound step, not captured.
         gpus: 0 on CPUs.
         on_cpu: the ranks were on CPUs.
     """
@@ -154,10 +153,4 @@ def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str
         word = "take threads"
     else:
         word = "either will do"
-    graphs = steps.get("threads graph"), steps.get("processes graph")
-    if graphs[0] and graphs[1]:
-        captured, _, _ = interval(graphs[0], graphs[1])
-        if word == "take processes" and abs(captured - 1) <= FASTER:
-            word = "graphs suffice"
-        told += f", captured {captured:.2f} times"
     return f"training: {word}: {told}"

@@ -1,17 +1,20 @@
 """The training step, as the same script for ranks that are threads and for ranks that are processes.
 
-Started by ``mpdp run``, with or without ``--threads``, with the workload, the device and the samples a rank; rank 0 is
-told how many steps to do and answers with the seconds of one.
+Started by ``mpdp run``, with or without ``--threads``, with the workload, the device, the samples a rank, and what
+steps: ``eager`` or ``graph``, or PyTorch's DDP: ``torch`` and a Python that has it. Rank 0 is told how many steps to do
+and answers with the seconds of one.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 import mpdp
+from mpdp import World, kernels
 from mpdp.bench.contention.channel import answer
 from mpdp.bench.workloads import build
 
@@ -19,21 +22,15 @@ PATIENCE = 3600.0  # seconds that ranks wait while other jobs have their turn
 WARM_UP = 12
 
 
-def main(name: str, device: str, batch: int) -> None:
+def main(name: str, device: str, batch: int, how: str, python: str = "") -> None:
     """Answer until rank 0 is told None. **Collective.**"""
     world = mpdp.init(device=device, timeout=PATIENCE)
-    workload = build(name, world.rank, batch, world.device.kind)
-    trainer = mpdp.Trainer(workload.model, workload.loss, workload.optimizer, world=world)
     comm = world.axis("data")
+    run = _torch(world, name, batch, python) if how == "torch" else _own(world, name, batch, how)
 
     def block(steps: int) -> float:
         comm.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            trainer.step(workload.batch)
-        if world.device.kind == "cuda":
-            world.device.xp.cuda.get_current_stream().synchronize()
-        seconds = np.array([(time.perf_counter() - start) / steps])
+        seconds = np.array([run(steps)])
         comm.all_reduce(seconds, op="max", lane="urgent")
         return float(seconds[0])
 
@@ -56,5 +53,37 @@ def main(name: str, device: str, batch: int) -> None:
             parent.send(seconds)
 
 
+def _own(world: World, name: str, batch: int, how: str) -> Callable[[int], float]:
+    """Return what does so many of our own steps, and says the seconds of one. **Collective.**"""
+    workload = build(name, world.rank, batch, world.device.kind)
+    x, y = (kernels.move(array, world.device) for array in workload.batch)
+    trainer = mpdp.Trainer(
+        workload.model, workload.loss, workload.optimizer, world=world, graph=how == "graph"
+    )
+
+    def run(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            trainer.step((x, y))
+        if world.device.kind == "cuda":
+            world.device.xp.cuda.get_current_stream().synchronize()
+            float(trainer.loss)
+        return (time.perf_counter() - start) / steps
+
+    return run
+
+
+def _torch(world: World, name: str, batch: int, python: str) -> Callable[[int], float]:
+    """Return what does so many of PyTorch's steps, in a process of its own a rank. **Collective.**"""
+    from mpdp.bench.sides import PeerSide, setting
+
+    side = PeerSide(
+        world, "torch", setting(name, world.device.kind, batch=batch, precision="float32"), python
+    )
+    side.start()
+    side.prepare()
+    return lambda steps: side.block(0, steps)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

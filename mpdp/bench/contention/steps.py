@@ -5,9 +5,7 @@ Each is a job of its own that stays alive and is told when to work, so that what
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +18,6 @@ from ...errors import CommunicationError, LaunchError
 from .channel import Channel
 
 SCRIPT = Path(__file__).parent / "step_job.py"
-TORCH = Path(__file__).parents[1] / "peers" / "torch_train.py"
-_TORCH_SECONDS = 120.0
 
 
 class Steps:
@@ -36,6 +32,8 @@ class Steps:
         batch: samples a rank; the one process takes those of all.
         environments: of the jobs of processes, by name: one, or one with and one without MPS.
         say: is told what cannot be measured.
+        cores: of the one process's BLAS.
+        torch_python: a Python that has PyTorch, whose DDP is measured beside on CPU ranks.
     """
 
     def __init__(
@@ -47,29 +45,39 @@ class Steps:
         environments: dict[str, dict[str, str]],
         say: Callable[[str], None],
         cores: int = 1,
+        torch_python: str | None = None,
     ) -> None:
         self.workload, self.k, self.batch = workload, k, batch
         self.about: dict[str, Any] = {}
         self._jobs: dict[str, Channel] = {}
+        gpu = device != "cpu"
         root = str(Path(mpdp.__file__).resolve().parents[1])
         run = [sys.executable, "-m", "mpdp", "run"]
         base = environments["threads"]
+        whole = {**base, **dict.fromkeys(VARIABLES, str(cores))}
         wanted = {
-            "threads": ([*run, "--threads", "-n", str(k)], batch, base),
-            "one process": ([sys.executable], batch * k, {**base, **dict.fromkeys(VARIABLES, str(cores))}),
+            "threads": ([*run, "--threads", "-n", str(k)], batch, base, ["eager"]),
+            "one process": ([sys.executable], batch * k, whole, ["eager"]),
         }
+        if gpu:
+            wanted["one process, graph"] = ([sys.executable], batch * k, whole, ["graph"])
         from ...cli.mpi_library import find_launcher, probe
 
         try:
             find_launcher(probe())
+            line = [*run, "-n", str(k)]
             for name, environ in environments.items():
                 if name != "threads":
-                    wanted[name] = [*run, "-n", str(k)], batch, environ
+                    wanted[name] = line, batch, environ, ["eager"]
+                    if gpu:
+                        wanted[f"{name}, graph"] = line, batch, environ, ["graph"]
+            if torch_python is not None and not gpu:
+                wanted["torch DDP"] = line, batch, base, ["torch", torch_python]
         except LaunchError as error:
             say(f"steps of processes are left out: {error}")
-        for name, (line, samples, environ) in wanted.items():
+        for name, (line, samples, environ, how) in wanted.items():
             path = os.pathsep.join(part for part in (root, environ.get("PYTHONPATH", "")) if part)
-            words = [*line, str(SCRIPT), workload, device, str(samples)]
+            words = [*line, str(SCRIPT), workload, device, str(samples), *how]
             self._jobs[name] = Channel(words, {**environ, "PYTHONPATH": path}, f"steps of {name}")
         for name, job in list(self._jobs.items()):
             try:
@@ -93,24 +101,3 @@ class Steps:
         """End the jobs. **Local.**"""
         for job in self._jobs.values():
             job.close()
-
-
-def torch_blocks(
-    python: str, workload: str, k: int, batch: int, seconds: float, blocks: int, cores: int
-) -> dict[str, Any]:
-    """Return what PyTorch's DistributedDataParallel takes for the same step on CPU ranks.
-
-    **Local.**
-
-    Raises:
-        CommunicationError: it does not run.
-    """
-    words = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(k), str(TORCH), workload]
-    words += ["--batch", str(batch), "--blocks", str(blocks), "--seconds", str(seconds)]
-    environ = {**os.environ, **dict.fromkeys(VARIABLES, str(max(1, cores // k)))}
-    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=_TORCH_SECONDS)
-        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise CommunicationError(f"torch: expected figures from {python}, got {error}") from error

@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Writes the sums over the rows of a block. The groups add pairwise: half of them give theirs to the others, and so on.
 __device__ __forceinline__ void add_groups(W (&mine)[STEPS][PACK], W* to) {
-    __shared__ alignas(16) W sums[GROUPS > 1 ? GROUPS / 2 : 1][WIDTH];
+    __shared__ __align__(16) W sums[GROUPS > 1 ? GROUPS / 2 : 1][WIDTH];
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     #pragma unroll
     for (int half = GROUPS / 2; half; half /= 2) {

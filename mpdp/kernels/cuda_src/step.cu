@@ -19,26 +19,27 @@ __device__ __forceinline__ void copy_rows(char* to, const char* from, i64 bytes,
     for (i64 i = start + thread(); i < whole; i += threads()) to[i] = i < bytes ? from[i] : 0;
 }
 
-// Takes the slot of this launch from the ring in host memory, and the arrays that it points at. `rows` is what the
-// arrays are made for; the slot says how many there are.
-extern "C" __global__ void begin(i64* board, const volatile i64* ring, i64 slots, i64 width, i64 table, i64 first,
-                                 i64 rows, char* to0, i64 bytes0, char* to1, i64 bytes1, char* to2, i64 bytes2,
-                                 char* to3, i64 bytes3) {
+// Takes the first `words` of this launch's slot from the ring in host memory. One block: each request that crosses the
+// bus costs nearly a microsecond, so every word is read once, and neighbours together.
+extern "C" __global__ void begin(i64* board, const volatile i64* ring, i64 slots, i64 width, i64 table, i64 words) {
     const volatile i64* slot = ring + board[LAUNCH] % slots * width;
-    if (first == 0 && blockIdx.x == gridDim.x - 1) {
-        for (i64 i = threadIdx.x; i < HEAD + 2 * table; i += blockDim.x) board[HEAD + i] = slot[i];
-        i64 chosen = HEAD + table * (board[APPLIED] - slot[KNOWN - HEAD]);
-        for (i64 i = threadIdx.x; i < table; i += blockDim.x) board[NUMBERS + 2 * table + i] = slot[chosen + i];
-    }
-    __shared__ i64 found[5];  // each read crosses the bus: five a block, not five a thread
-    if (threadIdx.x < 4) found[threadIdx.x] = slot[HEAD + 2 * table + first + threadIdx.x];
-    if (threadIdx.x == 4) found[4] = rows ? slot[ROWS - HEAD] : 1;
+    i64 sources = HEAD + 2 * table;  // the words from here on lie behind the chosen numbers
+    for (i64 i = threadIdx.x; i < words; i += blockDim.x) board[HEAD + i + (i < sources ? 0 : table)] = slot[i];
     __syncthreads();
-    i64 there = found[4], made = rows ? rows : 1;
-    if (bytes0) copy_rows(to0, (const char*)found[0], bytes0 / made * there, bytes0);
-    if (bytes1) copy_rows(to1, (const char*)found[1], bytes1 / made * there, bytes1);
-    if (bytes2) copy_rows(to2, (const char*)found[2], bytes2 / made * there, bytes2);
-    if (bytes3) copy_rows(to3, (const char*)found[3], bytes3 / made * there, bytes3);
+    i64 chosen = NUMBERS + table * (board[APPLIED] - board[KNOWN]);
+    for (i64 i = threadIdx.x; i < table; i += blockDim.x) board[NUMBERS + 2 * table + i] = board[chosen + i];
+}
+
+// Copies the arrays that the slot points at, from number `first` on. `rows` is what the targets are made for; the slot
+// says how many there are.
+extern "C" __global__ void fetch(const i64* board, i64 table, i64 first, i64 rows, char* to0, i64 bytes0, char* to1,
+                                 i64 bytes1, char* to2, i64 bytes2, char* to3, i64 bytes3) {
+    const i64* sources = board + NUMBERS + 3 * table + first;
+    i64 there = rows ? board[ROWS] : 1, made = rows ? rows : 1;
+    if (bytes0) copy_rows(to0, (const char*)sources[0], bytes0 / made * there, bytes0);
+    if (bytes1) copy_rows(to1, (const char*)sources[1], bytes1 / made * there, bytes1);
+    if (bytes2) copy_rows(to2, (const char*)sources[2], bytes2 / made * there, bytes2);
+    if (bytes3) copy_rows(to3, (const char*)sources[3], bytes3 / made * there, bytes3);
 }
 
 __device__ __forceinline__ void take_loss(i64* board, const T* total, double factor, double here, bool first) {

@@ -19,7 +19,9 @@ def test_the_mlp_is_the_one_of_the_comparisons():
     assert workload.batch[0].dtype == "float32"
     assert workload.items == 128
     assert (workload.optimizer.lr, workload.optimizer.describe()["momentum"]) == (0.01, 0.9)
-    with pytest.raises(ValueError, match=r"workload: expected one of mlp, convnet, chargpt, gpt2, resnet50, got 'x'"):
+    with pytest.raises(
+        ValueError, match=r"workload: expected one of mlp, convnet, chargpt, gpt2, resnet50, got 'x'"
+    ):
         build("x", 0)
 
 

@@ -276,10 +276,6 @@ def test_the_locked_share_follows_from_the_scaling():
         ({"threads": [1.03] * 3, "processes": [1.0] * 3}, 2, False, "training: either will do"),
         ({"threads": [1.0, 1.2, 1.1], "processes": [1.0] * 3}, 2, False, "training: either will do"),
         ({"threads": [2.0], "processes": [1.0]}, 1, False, "training: a step of threads takes 2.00 times"),
-        (
-            {"threads": [2.0], "processes": [1.0], "threads graph": [1.01], "processes graph": [1.0]},
-            2, False, "training: graphs suffice",
-        ),
         ({"threads": [2.0]}, 2, False, "training: undecided"),
     ],
 )  # fmt: skip

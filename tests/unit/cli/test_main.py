@@ -22,12 +22,20 @@ def test_no_command_is_a_usage_error(capsys):
 def test_an_unknown_command_is_named(capsys):
     assert main(["train"]) == 2
     assert (
-        "command: expected one of run, bench, doctor, got 'train'; see mpdp --help" in capsys.readouterr().err
+        "command: expected one of run, bench, doctor, plot, got 'train'; see mpdp --help"
+        in capsys.readouterr().err
     )
 
 
 @pytest.mark.parametrize(
-    "arguments, status", [(["--help"], 0), (["run", "--help"], 0), (["run", "no_such_file.py"], 2), ([], 2)]
+    "arguments, status",
+    [
+        (["--help"], 0),
+        (["run", "--help"], 0),
+        (["run", "no_such_file.py"], 2),
+        ([], 2),
+        (["plot", "no_such_folder"], 2),
+    ],
 )
 def test_help_and_usage_errors_import_neither_mpi_nor_cupy(arguments, status):
     code = (

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from called_again import capture, equal_bits
 from on_device import host, put, world, xp
 
 import mpdp
-from mpdp import autodiff, data, nn, optim
+from mpdp import autodiff, data, kernels, nn, optim
 from mpdp.errors import NonFiniteError
-from mpdp.training.updates import Updates
+from mpdp.training.updates import Updates, _close
 
 UPDATES = 20
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Leave other tests the default initial weights."""
+    yield
+    mpdp.seed(0)
+
+
 RNG = np.random.default_rng(5)
 
 
@@ -107,6 +121,33 @@ def test_graphs_have_the_bits_of_eager_steps(device, model, optimizer, options):
     assert same(eager, captured) and history == expected and captured.loss == eager.loss
     assert captured.updates.graphs.captures > 0 and captured.step_count == eager.step_count == UPDATES
     assert captured.parallel.last_count == eager.parallel.last_count
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_nothing_but_the_loss_holds_the_output_in_backward(device, graph, monkeypatch):
+    owned = []
+    kind = type(kernels.for_device(world().device))
+    forward, backward = kind.cross_entropy, kind.cross_entropy_backward
+    on_cpu = world().device.kind == "cpu"
+
+    def with_logits(self, logits, *others):  # there backward needs other arrays
+        total, saved = forward(self, logits, *others)
+        return total, (logits, saved)
+
+    def watched(self, g, saved, own=False):
+        owned.append(own)
+        return backward(self, g, saved[1] if on_cpu else saved, own)
+
+    if on_cpu:
+        monkeypatch.setattr(kind, "cross_entropy", with_logits)
+    monkeypatch.setattr(kind, "cross_entropy_backward", watched)
+    trainer = trainer_of(graph=graph)
+    x, y = samples(12)
+    for _ in range(6):
+        trainer.step((x, y))
+    trainer.settle()
+    assert owned and all(owned)
+    assert not graph or trainer.updates.graphs.captures > 0
 
 
 def test_mse_and_losses_of_a_program(device):
@@ -240,6 +281,51 @@ def test_a_bad_label_in_a_graph(device):
         for _ in range(4):
             trainer.step((put(x), put(y)))
     assert same(eager, captured)
+
+
+def test_the_log_is_whole_at_the_end_of_a_loop_of_ones_own(device, tmp_path):
+    for end in ("forgotten", "closed"):
+        trainer = trainer_of(run_dir=tmp_path / end)
+        batch = tuple(map(put, samples(16)))
+        for _ in range(7):
+            trainer.step(batch)
+        assert trainer.updates.graphs.under_way
+        if end == "closed":  # as at the end of the program
+            _close(weakref.ref(trainer.updates))
+        else:
+            del trainer
+            gc.collect()
+        rows = [json.loads(line) for line in (tmp_path / end / "log.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, 8))
+
+
+def test_an_update_that_has_failed_is_not_in_the_log(device, tmp_path):
+    trainer = trainer_of(run_dir=tmp_path)
+    x, y = samples(16)
+    for _ in range(4):
+        trainer.step((put(x), put(y)))
+    trainer.step((put(np.full_like(x, np.nan)), put(y)))
+    trainer.updates.close()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_a_check_finds_belongs_to_an_update_under_way():
+    """On the CPU a check raises at once, so a stand-in finds something as a GPU does: while others are under way."""
+    trainer = trainer_of()
+    batch = samples(16)
+    for _ in range(5):
+        trainer.step(batch)
+    graphs = trainer.updates.graphs
+    found = iter([None, ValueError("embedding: found")])
+    graphs._kernels = SimpleNamespace(pending_error=lambda: next(found, None), xp=np)
+    trainer.step(batch)
+    under_way = graphs.under_way
+    assert under_way == 2
+    trainer.step(batch)  # here it is found, in one of those that are under way
+    with pytest.raises(ValueError, match="embedding: found"):
+        trainer.settle()
+    trainer.settle()
+    assert trainer.optimizer.updates.tolist() == [7] * 4
 
 
 def test_an_update_without_anything_to_count_changes_nothing(device):

@@ -91,3 +91,21 @@ def test_a_stream_that_cannot_be_written_stops_nothing(monkeypatch):
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
     run()
+
+
+def test_a_bar_in_a_notebook(monkeypatch):
+    """It is no terminal; without widgets the bar is made of characters."""
+    kernel = type("ZMQInteractiveShell", (), {})()
+    module = type(sys)("IPython")
+    module.get_ipython = lambda: kernel
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    run()
+    assert "/10" in stream.getvalue() and "[0/2] epoch 1" in stream.getvalue()
+    module.get_ipython = lambda: None  # IPython on a terminal that is none
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    run()
+    assert "/10" not in stream.getvalue()

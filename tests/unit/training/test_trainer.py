@@ -191,7 +191,7 @@ def test_a_used_folder_is_refused_by_fit_and_step_but_not_by_the_constructor(tmp
     assert t.resume() is False  # a log, but no checkpoint
     t.fit(dataset(), epochs=1, global_batch_size=5)
     rows = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(row)["kind"] for row in rows] == ["step"] * 3 + ["epoch", "memory"]
+    assert [json.loads(row)["kind"] for row in rows] == ["step"] * 3 + ["epoch", "ranks", "memory"]
 
 
 def test_save_needs_a_folder():
