@@ -20,8 +20,9 @@ from .cuda_layouts import CudaLayouts
 from .cuda_source import THREADS, stored, summed
 from .precision import wide
 
-_UNROLL = 4  # rows that a thread loads at a time
 _AT_ONCE = 3  # blocks on a multiprocessor
+# Rows that a thread loads at a time, of one array and of several: more would not fit 80 registers.
+_UNROLL = 4, 2
 _SUM_BLOCKS = (
     396  # three a multiprocessor of an H200, so that all run at once; a constant, since it orders the sums
 )
@@ -76,14 +77,14 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         x = self.channels_last(x)
         channels = x.shape[-1]
         rows, vector = x.size // max(channels, 1), self.vector(channels, x)
-        grid, block, tile = _geometry(rows, channels, vector, _SUM_BLOCKS)
+        grid, block, tile = _geometry(rows, channels, vector, _SUM_BLOCKS, _UNROLL[0])
         partial = self.xp.empty((grid[1], 2, channels), wide(x.dtype))
         kept = running or (None, None)
         built = self._built(x.dtype, vector, kept=kept[0])
         self.launch("channels", "moments", built, grid, block, x, partial, rows, channels)
         self.launch(
             "channels", "moments_finish", built, -(-channels // 32), (32, 32),
-            partial, out, grid[1], rows, channels, tile, float(eps), numbers, *kept, float(momentum),
+            x, partial, out, grid[1], rows, channels, tile, float(eps), numbers, *kept, float(momentum),
         )  # fmt: skip
 
     def normalise_channels(
@@ -203,7 +204,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
             "O", "float" if target is None else stored(target),
             "R", "float" if kept is None else stored(kept.dtype),
             "VEC", vector,
-            "UNROLL", _UNROLL,
+            "UNROLL", _UNROLL[0 if saved is None else 1],
             "BLOCKS", _AT_ONCE,
             "RELU", 0 if saved is None else int(saved.relu),
             "RESIDUAL", 0 if saved is None else int(saved.residual),
@@ -218,11 +219,11 @@ def _writable(array: Array, dtype: Any) -> bool:
 
 
 def _geometry(
-    rows: int, channels: int, vector: int, blocks: int
+    rows: int, channels: int, vector: int, blocks: int, unroll: int = _UNROLL[1]
 ) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Return the grid and the block of a kernel over rows and channels, and the rows of a tile."""
     groups = max(1, channels // vector)
     lanes = min(32, 1 << (groups - 1).bit_length())
     down = THREADS // lanes
-    across, tile = -(-groups // lanes), _UNROLL * down
+    across, tile = -(-groups // lanes), unroll * down
     return (across, max(1, min(-(-rows // tile), -(-blocks // across)))), (lanes, down), tile

@@ -137,8 +137,8 @@ class CudnnConvolution:
             graph.select_plan(index)
             graph.check_support()
             graph.build_plans()
-        except (self._cudnn.cudnnGraphNotSupportedError, ValueError):  # the second: its notes are refused
-            return None
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+            return None  # a plan whose notes are refused raises one of the latter two
         return Plan(graph, names, graph.get_plan_name_at_index(index))
 
     def run(self, plan: Plan, addresses: tuple[int, ...], workspace: int, stream: int) -> None:

@@ -31,14 +31,18 @@ __device__ __forceinline__ i64 swept(i64 b, i64 blocks, i64 rows, i64 tile_rows)
 
 // -- moments ------------------------------------------------------------------------------------------------
 
+// Everything is taken from the first row of x, so that numbers far from 0 lose no digits of their mean.
 // partial: (blocks, 2, channels): mean of what the block has seen, and sum of squared differences from it.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) moments(const T* x, W* partial, i64 rows, i64 channels) {
     __shared__ W shared[2 * 256 * VEC];  // (2, blockDim.y, blockDim.x * VEC)
     __shared__ int counts[256];
     GEOMETRY
-    W mean[VEC], square[VEC];
+    W origin[VEC], mean[VEC], square[VEC];
     #pragma unroll
-    for (int i = 0; i < VEC; i++) mean[i] = square[i] = 0;
+    for (int i = 0; i < VEC; i++) {
+        origin[i] = here && rows > 0 ? (W)wide(x[at + i]) : (W)0;
+        mean[i] = square[i] = 0;
+    }
     int count = 0;
     if (here) for (i64 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
         i64 row = BACKWARD(tile);
@@ -52,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) moments(const T* x, W*
             W part = 1 / (W)count;
             #pragma unroll
             for (int i = 0; i < VEC; i++) {  // Welford (1962): stays right far from 0
-                W value = wide(a[u].v[i]), away = value - mean[i];
+                W value = wide(a[u].v[i]) - origin[i], away = value - mean[i];
                 mean[i] += away * part;
                 square[i] += away * (value - mean[i]);
             }
@@ -101,7 +105,7 @@ __device__ void publish(i64 c, i64 channels, double count, double mean, double s
 }
 
 // Block (32, 32): 32 channels. Writes count, means and squares to `out`, or publishes them.
-extern "C" __global__ void moments_finish(const W* partial, double* out, i64 blocks, i64 rows, i64 channels,
+extern "C" __global__ void moments_finish(const T* x, const W* partial, double* out, i64 blocks, i64 rows, i64 channels,
                                           i64 tile_rows, double eps, double* statistics, R* running_mean,
                                           R* running_variance, double momentum) {
     __shared__ double parts[32][32];
@@ -127,6 +131,7 @@ extern "C" __global__ void moments_finish(const W* partial, double* out, i64 blo
     if (threadIdx.y || c >= channels) return;
     squares = 0;
     for (int y = 0; y < 32; y++) squares += parts[y][threadIdx.x];
+    if (rows > 0) mean += (double)wide(x[c]);
     if (statistics)
         publish(c, channels, rows, mean, squares, eps, statistics, running_mean, running_variance, momentum);
     else {
@@ -319,9 +324,8 @@ normalise_backward(const T* g, const T* x, const double* mean, const double* rst
         double part = 1 / (*count > 1 ? *count : 1);
         #pragma unroll
         for (int i = 0; i < VEC; i++) {
-            double scale = weight ? rstd[at + i] * (double)wide(weight[at + i]) : rstd[at + i];
-            constant[i] = (W)(-scale * part * sums[at + i]);
-            slope[i] = (W)(-scale * part * sums[channels + at + i] * rstd[at + i]);
+            constant[i] = (W)(part * sums[at + i]);
+            slope[i] = (W)(part * sums[channels + at + i] * rstd[at + i]);
         }
     }
     for (i64 tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
@@ -339,9 +343,9 @@ normalise_backward(const T* g, const T* x, const double* mean, const double* rst
             for (int i = 0; i < VEC; i++) {
                 W value = CENTRED || RELU ? (W)wide(b[u].v[i]) : (W)0;
                 W gradient = before_relu(wide(a[u].v[i]), own, i, value, 0);
-                if (CENTRED)
-                    gradient = fma(gradient, own.scale[i], fma(value - own.mean[i], slope[i], constant[i]));
-                else gradient *= own.scale[i];
+                // The mean goes before the scale: the gradient of a batch of one value is 0, not a rounding of it.
+                if (CENTRED) gradient = (gradient - constant[i]) - (value - own.mean[i]) * slope[i];
+                gradient *= own.scale[i];
                 r.v[i] = rounded(gradient);
             }
             *(Pack*)(out + (row + u * blockDim.y) * channels + at) = r;
