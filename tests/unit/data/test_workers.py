@@ -1,49 +1,17 @@
 """Workers give what the data set gives by itself, and an error is the data set's own."""
 
 import os
-import signal
-import sys
 import time
 
 import numpy as np
 import pytest
+from worker_samples import Broken, Where, jitter
 
 from mpdp import data
 from mpdp.data.reading import take
 from mpdp.errors import WorkerError
 
 NUMBERS = data.ArrayDataset(np.arange(40.0).reshape(20, 2), np.arange(20))
-
-
-class Where:
-    """Samples that say who has read them."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        launcher = any(name.startswith(("PMI", "OMPI", "PMIX")) for name in os.environ)
-        return np.array([os.getpid(), "mpi4py" in sys.modules, launcher, index])
-
-
-class Broken(Where):
-    def __getitem__(self, index):
-        if index == 3:
-            raise ZeroDivisionError("mine")
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index == 6:
-            raise Unpicklable(1, 2)
-        return np.array([index])
-
-
-class Unpicklable(Exception):
-    def __init__(self, a, b):
-        super().__init__(f"{a} and {b}")
-
-
-def jitter(sample, random):
-    return sample[0] + random.normal(size=2), sample[1]
 
 
 @pytest.fixture
