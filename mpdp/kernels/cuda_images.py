@@ -18,7 +18,8 @@ import numpy as np
 from ..errors import MissingDependencyError
 from .base import Array, Shape
 from .cuda_colours import CudaColours
-from .cudnn_convolution import CudnnConvolution, Plan, Problem
+from .cudnn import Plan
+from .cudnn_convolution import CudnnConvolution, Problem
 from .image_interface import Into
 from .precision import is_half, tf32_allowed, wide
 from .windows import PlainWindows, Windows

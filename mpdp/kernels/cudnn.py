@@ -6,22 +6,26 @@ cuDNN comes through ``nvidia-cudnn-frontend``, an optional package. It knows arr
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
 from ..errors import MissingDependencyError
 
+Choose = Callable[[str], str | None]  # from the key of a problem to the name of a plan; None for the first
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 
 
 class Plan:
-    """A graph of cuDNN with one execution plan, and the names of what it reads and writes, in order."""
+    """A graph of cuDNN with one execution plan, and the names of what it reads and writes, in order.
 
-    __slots__ = ("graph", "names", "workspace_bytes")
+    ``name`` is the plan's own, where somebody chooses between several.
+    """
 
-    def __init__(self, graph: Any, names: list[Any]) -> None:
-        self.graph, self.names = graph, names
+    __slots__ = ("graph", "name", "names", "workspace_bytes")
+
+    def __init__(self, graph: Any, names: list[Any], name: str = "") -> None:
+        self.graph, self.names, self.name = graph, names, name
         self.workspace_bytes = max(1, graph.get_workspace_size())
 
 
@@ -44,8 +48,8 @@ class CudnnPlans:
         self._plans: dict[Hashable, Plan | None] = {}
         self._lock = threading.Lock()
 
-    def plan(self, problem: Any, stream: int) -> Plan | None:
-        """Return the plan of a problem, None where cuDNN has none; both are remembered."""
+    def plan(self, problem: Any, stream: int, choose: Choose | None = None) -> Plan | None:
+        """Return the plan of a problem, None where cuDNN has none; both are remembered until :meth:`forget`."""
         try:
             return self._plans[problem]
         except KeyError:
@@ -53,13 +57,20 @@ class CudnnPlans:
         with self._lock:
             if problem not in self._plans:
                 try:
-                    self._plans[problem] = self.build(problem, self._handle(stream))
+                    self._plans[problem] = self.build(problem, self._handle(stream), choose)
                 except self.cudnn.cudnnGraphNotSupportedError:
                     self._plans[problem] = None
             return self._plans[problem]
 
-    def build(self, problem: Any, handle: Any) -> Plan:
-        """Build the plan of a problem; cuDNN's own error tells that it has none."""
+    def forget(self) -> None:
+        """Drop the plans: others may be asked for now."""
+        with self._lock:
+            self._plans.clear()
+
+    def build(self, problem: Any, handle: Any, choose: Choose | None = None) -> Plan:
+        """Build the plan of a problem, where ``choose`` is heard if there are several; cuDNN's own error tells that it
+        has none.
+        """
         raise NotImplementedError
 
     def run(self, plan: Plan, addresses: Sequence[int], workspace: int, stream: int) -> None:

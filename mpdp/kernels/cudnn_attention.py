@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .cudnn import TYPES, CudnnPlans, Plan
+from .cudnn import TYPES, Choose, CudnnPlans, Plan
 
 
 class Problem(NamedTuple):
@@ -42,7 +42,7 @@ class CudnnAttention(CudnnPlans):
     def __init__(self) -> None:
         super().__init__("attention")
 
-    def build(self, problem: Problem, handle: Any) -> Plan:
+    def build(self, problem: Problem, handle: Any, choose: Choose | None = None) -> Plan:
         return (self._forward if len(problem.strides) == 4 else self._backward)(problem, handle)
 
     def _forward(self, problem: Problem, handle: Any) -> Plan:

@@ -9,15 +9,10 @@ Shapes: N samples, C channels in, O out, H x W pixels in, P x Q out, I x J the w
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from ..errors import MissingDependencyError
+from .cudnn import TYPES, Choose, CudnnPlans, Plan
 from .windows import Windows
-
-_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 
 
 class Problem(NamedTuple):
@@ -45,17 +40,7 @@ class Problem(NamedTuple):
         return (self.x[0], self.weight[0], *self.windows.fit(*self.x[2:]))
 
 
-class Plan:
-    """A graph of cuDNN with one execution plan, and the names of what it reads and writes, in order."""
-
-    __slots__ = ("graph", "name", "names", "workspace_bytes")
-
-    def __init__(self, graph: Any, names: list[Any], name: str) -> None:
-        self.graph, self.names, self.name = graph, names, name
-        self.workspace_bytes = max(1, graph.get_workspace_size())
-
-
-class CudnnConvolution:
+class CudnnConvolution(CudnnPlans):
     """The convolutions of one GPU. **Local.** The current device of the thread is that GPU in every call.
 
     Plans are what cuDNN's heuristics suggest first, of those that repeat their bits, and in float32 of those that round
@@ -70,30 +55,8 @@ class CudnnConvolution:
     """
 
     def __init__(self, gpu: str) -> None:
-        self._cudnn = load()
+        super().__init__("convolution")
         self._gpu = gpu
-        self._handles: dict[int, Any] = {}
-        self._plans: dict[Problem, Plan | None] = {}
-        self._lock = threading.Lock()
-
-    def plan(self, problem: Problem, stream: int, find: Callable[[str], str | None]) -> Plan | None:
-        """Return the plan of a problem, None where cuDNN has none; both are remembered until :meth:`forget`.
-
-        ``find`` is asked, with a key, for the name of the plan to take; None takes the first.
-        """
-        try:
-            return self._plans[problem]
-        except KeyError:
-            pass
-        with self._lock:
-            if problem not in self._plans:
-                self._plans[problem] = self._chosen(problem, stream, find(self._key(problem)))
-            return self._plans[problem]
-
-    def forget(self) -> None:
-        """Drop the plans: others may be asked for now."""
-        with self._lock:
-            self._plans.clear()
 
     def candidates(self, problem: Problem, stream: int, most: int) -> list[Plan]:
         """Return up to ``most`` plans, in the order in which cuDNN suggests them."""
@@ -108,28 +71,22 @@ class CudnnConvolution:
         raise AssertionError("counting does not end")
 
     def _key(self, problem: Problem) -> str:
-        return f"cudnn {self._cudnn.backend_version()} {self._gpu} {problem}"
+        return f"cudnn {self.cudnn.backend_version()} {self._gpu} {problem}"
 
-    def _chosen(self, problem: Problem, stream: int, name: str | None) -> Plan | None:
-        """Return the plan of a name, or the first that can be built."""
-        try:
-            graph, names = self._graph(problem, self._handle(stream))
-        except self._cudnn.cudnnGraphNotSupportedError:
-            return None
-        count = graph.get_execution_plan_count()
+    def build(self, problem: Problem, handle: Any, choose: Choose | None = None) -> Plan:
+        """Return the plan that ``choose`` names, or the first that can be built."""
+        graph, names = self._graph(problem, handle)
+        name = None if choose is None else choose(self._key(problem))
         if name is not None:
-            for i in range(count):
+            for i in range(graph.get_execution_plan_count()):
                 if graph.get_plan_name_at_index(i) == name:
                     plan = self._built(graph, names, i)
                     if plan is not None:
                         return plan
-                    graph, names = self._graph(problem, self._handle(stream))
-        try:
-            graph.check_support()
-            graph.build_plans()
-        except self._cudnn.cudnnGraphNotSupportedError:
-            return None
-        return Plan(graph, names, "")
+                    graph, names = self._graph(problem, handle)
+        graph.check_support()
+        graph.build_plans()
+        return Plan(graph, names)
 
     def _built(self, graph: Any, names: list[Any], index: int) -> Plan | None:
         """Return the plan of an index, None where it can't be built or is refused."""
@@ -137,32 +94,15 @@ class CudnnConvolution:
             graph.select_plan(index)
             graph.check_support()
             graph.build_plans()
-        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
+        except (self.cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return None  # a plan whose notes are refused raises one of the latter two
         return Plan(graph, names, graph.get_plan_name_at_index(index))
 
-    def run(self, plan: Plan, addresses: tuple[int, ...], workspace: int, stream: int) -> None:
-        """Launch a plan on a stream; the addresses stand in the order images, weight, (bias,) result."""
-        plan.graph.execute(dict(zip(plan.names, addresses)), workspace, handle=self._handle(stream))
-
-    def _handle(self, stream: int) -> Any:
-        handle = self._handles.get(stream)
-        if handle is None:
-            handle = self._cudnn.create_handle()
-            self._cudnn.set_stream(handle=handle, stream=stream)
-            self._handles[stream] = handle
-        return handle
-
     def _graph(self, problem: Problem, handle: Any) -> tuple[Any, list[Any]]:
         """Return a graph with its plans listed and none built, and the names of what it reads and writes."""
-        cudnn, windows = self._cudnn, problem.windows
-        dtype = getattr(cudnn.data_type, _TYPES[problem.dtype])
-        graph = cudnn.pygraph(
-            io_data_type=dtype,
-            intermediate_data_type=cudnn.data_type.FLOAT,
-            compute_data_type=cudnn.data_type.FLOAT,
-            handle=handle,
-        )
+        cudnn, windows = self.cudnn, problem.windows
+        dtype = getattr(cudnn.data_type, TYPES[problem.dtype])
+        graph = self.graph(handle, problem.dtype)
         places = {
             "padding": list(windows.padding),
             "stride": list(windows.stride),
@@ -217,19 +157,3 @@ def _channels_last(shape: Any) -> list[int]:
 def _in_order(shape: Any) -> list[int]:
     _, channels, height, width = shape
     return [channels * height * width, height * width, width, 1]
-
-
-def load() -> ModuleType:
-    """Return the package ``cudnn``. **Local.**
-
-    Raises:
-        MissingDependencyError: it is not installed, or finds no cuDNN.
-    """
-    try:
-        import cudnn  # type: ignore[import-not-found,unused-ignore]
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"convolution by cuDNN: expected nvidia-cudnn-frontend and cuDNN, got {error}; install them with: "
-            'pip install "mpdp[cuda13]" (or cuda12 for CUDA 12)'
-        ) from error
-    return cudnn
