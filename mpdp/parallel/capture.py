@@ -250,10 +250,6 @@ def _detached(output: Any) -> Any:
 
 def form_of(tree: Any, arrays: list[Any], k: Any) -> Any:
     """Return what two micro-batches must share for one graph, and gather the arrays of a tree, C-contiguous."""
-    kind = type(tree)
-    if kind is k.xp.ndarray:
-        arrays.append(tree if tree.flags.c_contiguous else k.xp.ascontiguousarray(tree))
-        return tree.shape, tree.dtype
     if tree is None:
         return None
     if isinstance(tree, tuple):

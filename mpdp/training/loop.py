@@ -53,13 +53,16 @@ class FitLoop:
         if self.finished:
             self.progress.say(f"fit: nothing to do, the run already has {trainer.step_count} updates")
             return
+        modules = [module for _, module in trainer.model.named_modules()]
         kind = StreamedUpdates if plan.streamed else PlannedUpdates
         with closing(kind(trainer, plan, self.progress.say)) as updates:
             while not self.finished:
                 if position.batch == plan.per_epoch:
                     self._close_epoch()
                     continue
-                trainer.model.train()
+                for module in modules:  # to find them again would take longer than a step that is a graph
+                    if not module.training:
+                        module.training = True
                 start, waited = time.perf_counter(), trainer.parallel.reducer.waited_seconds
                 found = self._next(updates)
                 if found is None:

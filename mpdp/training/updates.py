@@ -90,7 +90,7 @@ class Updates:
         first_loss: Any = None,
         row: dict[str, Any] | None = None,
     ) -> float | LateLoss:
-        """Do one update from this rank's micro-batches and return its loss. **Collective.**
+        """Do one update at the trainer's ``last_lr`` from this rank's micro-batches, return its loss. **Collective.**
 
         Args:
             parts: the micro-batches.
@@ -101,7 +101,7 @@ class Updates:
         """
         trainer, graphs = self.trainer, self.graphs
         trainer.world.activity.step = trainer.step_count
-        lr = trainer.lr
+        lr = trainer.last_lr
         looks = tally is not None and bool(tally.metrics)
         if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
             look = tally.add_metrics if looks and tally is not None else None
