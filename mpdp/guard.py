@@ -62,6 +62,7 @@ class Guard:
         self.error: BaseException | None = None  # the error that fail() has reported
         self._pid = 0
         self._reported = False
+        self._asks = True  # where the others were says something of this failure
         self._ending = False
         self._finalizes_mpi = False
         self._lock = threading.Lock()
@@ -196,6 +197,12 @@ class Guard:
         self._mark("failed", f"{where}: {text}")
         return True
 
+    def say_others(self) -> None:
+        """Print what the other ranks were doing when this one reported a failure of its own. **Local.**"""
+        others = "" if self.ring is None or not (self._reported and self._asks) else self.ring.others()
+        if others:
+            self._write(f"info the other ranks were then: {others}", "")
+
     def end(self, code: int = 1) -> None:
         """End this process and its job: by ``MPI_Abort`` where MPI runs, else by SIGKILL. Does not return.
 
@@ -205,6 +212,8 @@ class Guard:
             first, self._ending = not self._ending, True
         if not first:
             time.sleep(60)
+        with contextlib.suppress(Exception):
+            self.say_others()
         # A C thread that needs no GIL, in case that what follows blocks with it held.
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -254,6 +263,7 @@ class Guard:
             time.sleep(DEADLINE)
             self.end(code)
         self.error = error
+        self._asks = not getattr(error, "agreed", False)
         try:
             self._report_error(error, thread)
             if self.ring is not None:
