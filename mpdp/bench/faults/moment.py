@@ -25,6 +25,7 @@ class Fault:
         loop: ``"fit"``, or ``"own"`` for a program with a loop of its own around ``step``.
         folder: of the job: the run, and the mark of the moment.
         timeout: of ``mpdp.init``, in seconds.
+        device: of the ranks.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Fault:
     loop: str
     folder: str
     timeout: float
+    device: str = "cpu"
 
     def environ(self) -> dict[str, str]:
         """Return the variables that tell a job of it. **Local.**"""

@@ -165,10 +165,28 @@ def misbehave(trainer: Any) -> None:
         "extra_collective": lambda: trainer.world.comm.all_reduce(np.zeros(3)),
         "save_alone": trainer.save,
         "flipped_bit": lambda: flip(trainer),
+        "device_memory": fill_the_device,
+        "device_fault": fault_on_the_device,
     }
     if kind in acts and not (kind.startswith("exit") and FAULT.loop == "own"):
         FAULT.now()
         acts[kind]()
+
+
+def fill_the_device() -> None:
+    """Ask the GPU for more memory than it has."""
+    import cupy
+
+    cupy.empty(1 << 50, dtype=np.uint8)
+
+
+def fault_on_the_device() -> None:
+    """Let a kernel write to an address that is nobody's, and wait for it."""
+    import cupy
+
+    code = "extern \"C\" __global__ void bad(unsigned long long at) { *(int *)at = 1; }"
+    cupy.RawKernel(code, "bad")((1,), (1,), (np.uint64(1 << 60),))
+    cupy.cuda.Device().synchronize()
 
 
 def flip(trainer: Any) -> None:
@@ -178,10 +196,10 @@ def flip(trainer: Any) -> None:
 
 def dataset() -> Any:
     """Return the training data, which on one rank may be broken."""
-    share = BATCH / (1 if _announcement is None else _announcement.size)
-    at = int(share * (FAULT.step - 1))
+    share = BATCH // (1 if _announcement is None else _announcement.size)
+    at = share * (FAULT.step - 1)
     if FAULT.kind.startswith("worker"):
-        samples = Samples(FAULT if MINE else None, at // 2)
+        samples = Samples(FAULT if MINE else None, share // 2 * (FAULT.step - 1))
         return data.Workers(data.Transform(samples, augment, random=True), 2)
     broken = MINE and FAULT.kind in ("dataset", "read", "nan")
     return data.Transform(Samples(FAULT if broken else None, at), transform, random=True)
@@ -208,7 +226,7 @@ def own_loop(trainer: Any) -> None:
 def main() -> None:
     if MINE and FAULT.kind == "before_init":
         fail("a bad setting")
-    world = mpdp.init(device="cpu", timeout=FAULT.timeout)
+    world = mpdp.init(device=FAULT.device, timeout=FAULT.timeout)
     trainer = mpdp.Trainer(
         Net(),
         loss,
