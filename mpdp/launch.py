@@ -1,4 +1,4 @@
-"""What a launcher announced to this process, read from the environment alone.
+"""What a launcher announced to this process, read from the environment alone, and which code it runs.
 
 Owns the table of launchers. Knows nothing of MPI, sockets or processes, imports neither, and changes nothing,
 so that ``import mpdp`` may ask. :mod:`mpdp.guard` acts on the answer; :mod:`mpdp.world` compares it with the
@@ -7,6 +7,9 @@ world that MPI then gives.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -167,3 +170,31 @@ def _read(environ: Mapping[str, str], launcher: _Launcher, size_name: str, rank_
     local_size = None if size_here is None else _number(environ, size_here, 1, size)
     local_rank = None if rank_here is None else _number(environ, rank_here, 0, (local_size or size) - 1)
     return Announcement(size, rank, local_rank, local_size, launcher.name)
+
+
+def code() -> dict[str, str]:
+    """Return what tells two versions of a program apart: its script, and what it stands on.
+
+    **Local.** Ranks that differ in it would compute different things from the same arguments.
+    """
+    import mpdp
+
+    numpy = sys.modules.get("numpy")
+    return {
+        "version of mpdp": mpdp.__version__,
+        "version of Python": ".".join(map(str, sys.version_info[:2])),
+        "version of NumPy": getattr(numpy, "__version__", "none"),
+        "script": _script(),
+    }
+
+
+def _script() -> str:
+    """Return the name and the digest of the script that this process runs."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        if path is None:
+            return "none"
+        with open(path, "rb") as file:
+            return f"{os.path.basename(path)} ({hashlib.blake2b(file.read(), digest_size=6).hexdigest()})"
+    except OSError:
+        return os.path.basename(path)  # it was in an archive, or is gone

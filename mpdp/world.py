@@ -290,7 +290,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     found = place(control, os.environ.get(VARIABLE))
     cores.cap(found.on_host, os.environ)  # MPI knows the ranks of a host where a launcher does not say
     _start_ring(control, activity, timeout, across_nodes=found.num_nodes > 1)
-    compare(control, "init", {"device": chosen.kind, "transport": asked, "timeout": timeout})
+    compare(control, "init", {"device": chosen.kind, "transport": asked, "timeout": timeout, **launch.code()})
 
     def log(level: str, message: str) -> None:
         if found.local_rank == 0:

@@ -68,6 +68,8 @@ class Trainer:
         save_every: updates between checkpoints; None saves only on :meth:`save`.
         keep: checkpoints to keep.
         callbacks: objects with the methods of :class:`mpdp.Callback`.
+        on_divergence: what a check does that finds different bits on ranks: ``"stop"`` raises DivergenceError on all,
+            ``"repair"`` lets all go on with the state that most of them share (of two, rank 0's) and says so.
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
@@ -112,6 +114,7 @@ class Trainer:
         save_every: int | None = None,
         keep: int = 3,
         callbacks: Sequence[Callback] = (),
+        on_divergence: str = "stop",
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
@@ -138,6 +141,7 @@ class Trainer:
                 callbacks=callbacks,
             )
             arguments.check_graph(graph, self.world)
+            arguments.check_policy(on_divergence)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -153,7 +157,7 @@ class Trainer:
         self.plans = plans
         self.save_every = arguments.plain(save_every)
         self.keep = keep
-        self.callbacks = tuple(callbacks)
+        self.callbacks, self.on_divergence = tuple(callbacks), on_divergence
         self._stop_asked = self._stop_agreed = self.fitting = False
         self.last_lr = float("nan")
         self.late_loss: float | LateLoss = float("nan")
@@ -161,7 +165,7 @@ class Trainer:
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
             chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
-        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
+        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph, "on_divergence": on_divergence}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
@@ -299,7 +303,7 @@ class Trainer:
             loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
-                self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
+                self.check_replicas()  # what fit hands back is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save()
             loop.report()
@@ -317,7 +321,7 @@ class Trainer:
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
-        self.last_lr = self.lr
+        self.last_lr = self.parallel.next_rate = self.lr
         self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
 
@@ -424,6 +428,7 @@ class Trainer:
         self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()
+        self.check_replicas()  # what is written is what every rank holds
         path = resuming.save(self)
         self.position.saved_step = self.step_count
         call_back(self, "on_checkpoint", path)
@@ -460,7 +465,6 @@ class Trainer:
         """Claim the run folder at the first step: refuse a used one unless the run was resumed. **Collective.**"""
         if self._opened:
             return
-
         config = self.describe() | {"world_size": self.world.size}
         on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
         self._opened = True
@@ -480,10 +484,10 @@ class Trainer:
         """Check that weights, moments and buffers hold the same bits on every rank. **Collective.**
 
         Raises:
-            DivergenceError: on all ranks, naming the rank and the parameter.
+            DivergenceError: on all ranks, naming the rank and the parameter, unless ``on_divergence="repair"``.
         """
         self.settle()
-        self.parallel.check_replicas()
+        self.parallel.check_replicas(repair=self.on_divergence == "repair")
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""

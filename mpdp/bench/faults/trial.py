@@ -178,6 +178,8 @@ class Trials:
     def _compare(self, trial: Trial, reference: Path, left: Path, outcome: Outcome) -> None:
         """Check the newest checkpoint against the undisturbed run's, go on from it, and compare the ends."""
         problems: list[str] = []
+        if KINDS[trial.fault.kind].changes_data:
+            reference = left
         outcome.checkpoint = _same(left, reference, problems, "the checkpoint")
         ended = self._start(trial, replace(trial.fault, kind="none", timeout=PATIENT))
         if ended.status != 0 or ended.late or ended.orphans:

@@ -200,6 +200,24 @@ def rate_changed_in_training():
     t.fit(dataset, epochs=2, global_batch_size=4)  # ends before the check of update 10
 
 
+def schedule_of_a_clock_of_its_own():
+    t = trainer(schedule=lambda step: 0.5 if odd and step == 2 else 1.0)
+    for _ in range(4):
+        t.step((x, y))
+
+
+def version_of_the_code():
+    from mpdp import launch
+    from mpdp.comm.agreement import compare
+
+    if odd:
+        mpdp.__version__ += ".other"
+    try:
+        compare(world.comm, "init", launch.code())
+    finally:
+        mpdp.__version__ = mpdp.__version__.removesuffix(".other")
+
+
 EXPECTED = {
     "width": "model: expected the same parameter wide.weight on all ranks, got float32[32, 4] on rank 0",
     "layer": "model: expected the same number of parameters on all ranks, got 8 on rank 0",
@@ -228,7 +246,9 @@ EXPECTED = {
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
     f"out.bias on rank {size - 1}",
-    "rate_changed_in_training": "expected equal bits on all ranks after step 6, got a different weight of",
+    "rate_changed_in_training": "learning rate: expected the same on all ranks at step 3, got 0.1 on rank 0",
+    "schedule_of_a_clock_of_its_own": "learning rate: expected the same on all ranks at step 2, got 0.1 on rank 0",
+    "version_of_the_code": "init: expected the same version of mpdp on all ranks, got ",
 }
 
 if kind == "list":
