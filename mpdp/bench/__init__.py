@@ -274,6 +274,9 @@ def _add_faults(commands: Any) -> None:
     parser = commands.add_parser("faults", help="break short trainings in every known way, see how they end")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
     parser.add_argument("--quick", action="store_true", help="a dozen faults")
+    parser.add_argument(
+        "--cost", action="store_true", help="measure instead what checks cost a step of mlp; under a launcher"
+    )
     parser.add_argument("--trials", type=_at_least_one, default=None, help="faults (default: 320)")
     parser.add_argument("--seconds", type=float, default=None, help="after which no fault is begun")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
@@ -290,6 +293,10 @@ def _add_faults(commands: Any) -> None:
 
 
 def _faults(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.cost:
+        from .faults import cost
+
+        return cost.run(quick=arguments.quick, json_path=arguments.json)
     from .faults import command
     from .faults.kinds import KINDS
 

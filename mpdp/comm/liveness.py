@@ -183,6 +183,15 @@ class Ring:
         while not self.all_left.wait(0.2):  # in slices, so that a signal is handled
             pass
 
+    def hold(self) -> None:
+        """Stand still until :meth:`release`, for a measurement of what watching costs. **Local.**"""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Go on after :meth:`hold`. **Local.** The same thread calls it."""
+        self._resumed = time.monotonic()
+        self._lock.release()
+
     def close(self) -> None:
         """Stop watching. **Local.** Without :meth:`leave` before it, the others take it for a death."""
         self._closing = True

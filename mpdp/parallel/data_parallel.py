@@ -474,8 +474,8 @@ class DataParallel:
     def check_replicas(self, repair: bool = False) -> None:
         """Check that weights, moments, buffers and the loss scale hold the same bits on every rank.
 
-        **Collective.** With ``repair`` all ranks take over the state that most of them share (of two, rank 0's), and the
-        log says so; else it raises DivergenceError on all, naming the rank and the parameter.
+        **Collective.** With ``repair`` all ranks take over the state that most of them share (of two, rank 0's), and
+        the log says so; else it raises DivergenceError on all, naming the rank and the parameter.
         """
         exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
         state = {} if self.loss_scale is None else self.loss_scale.state()

@@ -226,9 +226,7 @@ class Replica:
         updates = np.array([counts.get(e.name, 0) for e in self.layout.trainable], dtype=np.int64)
         optimizer.load_state_arrays({**new, "updates": updates})
 
-    def check(
-        self, step: int, beside: Mapping[str, Any], repair: bool = False
-    ) -> DivergenceError | None:
+    def check(self, step: int, beside: Mapping[str, Any], repair: bool = False) -> DivergenceError | None:
         """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**
 
         Args:

@@ -81,11 +81,10 @@ def _divergence(tables: list[dict[str, int]], step: int) -> DivergenceError:
         if len(groups) > 1:
             largest = max(groups.values(), key=len)
             odd[name] = sorted(rank for ranks in groups.values() if ranks is not largest for rank in ranks)
-    name = next(iter(odd), None)
-    if name is None:
-        what = "different padding between parameters"
-    else:
-        what = f"a different {name} on rank {', '.join(map(str, odd[name]))}"
+    what = "different padding between parameters"
+    for first, ranks in odd.items():
+        what = f"a different {first} on rank {', '.join(map(str, ranks))}"
+        break
     error = DivergenceError(
         f"replicas: expected equal bits on all ranks after step {step}, got {what}; resume from the last checkpoint "
         "and look for code that changes weights on one rank"

@@ -165,7 +165,11 @@ class Trainer:
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
             chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
-        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph, "on_divergence": on_divergence}
+        given = {
+            "run_dir": "none" if run_dir is None else "a folder",
+            "graph": graph,
+            "on_divergence": on_divergence,
+        }
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)

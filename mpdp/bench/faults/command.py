@@ -55,7 +55,9 @@ def run(
         the exit status: 1 where anything is not as promised.
     """
     say = sys.stderr if json_path == "-" else sys.stdout
-    chosen = tuple(kinds or (QUICK if quick else [k for k, kind in KINDS.items() if kind.device in ("cpu", device)]))
+    chosen = tuple(
+        kinds or (QUICK if quick else [k for k, kind in KINDS.items() if kind.device in ("cpu", device)])
+    )
     try:
         found = [Mpi.of(python) for python in (sys.executable, *pythons)]
     except LaunchError as error:
@@ -63,7 +65,7 @@ def run(
         return 1
     mpis = {mpi.family: mpi for mpi in found}
     count = trials or (len(chosen) if quick else TRIALS)
-    plan = {"seed": seed, "kinds": list(chosen), "mpis": {f: str(m.library) for f, m in mpis.items()},
+    plan: dict[str, Any] = {"seed": seed, "kinds": list(chosen), "mpis": {f: str(m.library) for f, m in mpis.items()},
             "sizes": list(SIZES[:1] if quick else SIZES), "device": device}  # fmt: skip
     keep = None if json_path in (None, "-") else Path(f"{json_path}.rows.jsonl")
     rows = _kept(keep, plan)
@@ -139,7 +141,8 @@ def _count(rows: Iterable[dict[str, Any]], name: str) -> int:
 
 def line(row: dict[str, Any]) -> str:
     """Return one trial for people. **Local.**"""
-    what = f"{row['number']:4} {row['kind']:17} rank {row['rank']} of {row['n']}, update {row['step']:2}, {row['loop']:3}"
+    where = f"rank {row['rank']} of {row['n']}, update {row['step']:2}, {row['loop']:3}"
+    what = f"{row['number']:4} {row['kind']:17} {where}"
     end = f"{row['family']:7} {row['form']:8} {row['seconds']:6.2f} s, status {row['status']:3}"
     return f"{what}, {end}" + "".join(f"\n     WRONG: {text}" for text in row["wrong"])
 
@@ -189,4 +192,3 @@ def _keep(path: Path | None, row: dict[str, Any]) -> None:
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-

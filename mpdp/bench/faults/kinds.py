@@ -81,10 +81,14 @@ KINDS = {
         Kind("stuck_in_c", "stall", WAITS, _BOTH, stalls=True),
         Kind("launcher_killed", "launcher", GONE, _BOTH, best_effort=True),
         Kind("nan", "numbers", _AGREED + r"NonFiniteError: loss: .*\(from rank {rank}\)"),
+        Kind("flipped_bit", "numbers", _AGREED + r"DivergenceError: replicas: .*on rank ({rank}|0)", _BOTH),
         Kind(
-            "flipped_bit", "numbers", _AGREED + r"DivergenceError: replicas: .*on rank ({rank}|0)", _BOTH
+            "skipped_batch",
+            "disagreement",
+            _AGREED + r"DisagreementError: save\(\): .*rank {rank}",
+            ("own",),
+            changes_data=True,
         ),
-        Kind("skipped_batch", "disagreement", _AGREED + r"DisagreementError: save\(\): .*rank {rank}", ("own",), changes_data=True),
         Kind("extra_collective", "disagreement", _AGREED + "DisagreementError: a collective inside a", _BOTH),
         Kind("save_alone", "disagreement", _AGREED + r"DisagreementError: save\(\): ", _BOTH),
     )

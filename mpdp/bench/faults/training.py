@@ -23,19 +23,25 @@ def crash_in_c() -> None:
     ctypes.string_at(0)
 
 
+def at_exit() -> None:
+    """Do what is due when the program is over."""
+    if MINE:
+        FAULT.now()
+        crash_in_c()
+
+
 if json.loads(os.environ["MPDP_FAULT"])["kind"] == "crash_at_exit":
     # Behind the end of mpdp and of MPI: what is registered first runs last, so this stands before any import of mpdp.
-    atexit.register(lambda: MINE and crash_in_c())
-    atexit.register(lambda: MINE and FAULT.now())
+    atexit.register(at_exit)
 
 from mpdp.bench.faults.moment import Fault  # noqa: E402
 from mpdp.launch import announced  # noqa: E402
 
-FAULT = Fault.told()
+FAULT: Fault = Fault.told()
 UPDATES, SAVE_EVERY, BATCH = 24, 3, 8
 PAUSE = 0.02  # seconds an update takes beside its arithmetic, so that a random moment may lie anywhere
 _announcement = announced(os.environ)
-MINE = (0 if _announcement is None else _announcement.rank) == FAULT.rank
+MINE: bool = (0 if _announcement is None else _announcement.rank) == FAULT.rank
 
 
 def stay_in_c() -> None:
@@ -45,7 +51,8 @@ def stay_in_c() -> None:
 
 def run_out_of_memory() -> None:
     """Allow this process no more memory than it has, and ask for it piece by piece."""
-    pages = int(open("/proc/self/statm", encoding="ascii").read().split()[0])
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + (1 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     held = []
@@ -90,9 +97,8 @@ import mpdp  # noqa: E402
 from mpdp import data, nn, optim  # noqa: E402
 from mpdp.bench.faults.samples import SAMPLES, Samples, augment  # noqa: E402
 
-if MINE and FAULT.kind == "crash_before_exit":  # before the end of mpdp: the others wait in theirs
-    atexit.register(crash_in_c)
-    atexit.register(FAULT.now)
+if FAULT.kind == "crash_before_exit":  # before the end of mpdp: the others wait in theirs
+    atexit.register(at_exit)
 
 
 def fail(what: str) -> None:
@@ -184,7 +190,7 @@ def fault_on_the_device() -> None:
     """Let a kernel write to an address that is nobody's, and wait for it."""
     import cupy
 
-    code = "extern \"C\" __global__ void bad(unsigned long long at) { *(int *)at = 1; }"
+    code = 'extern "C" __global__ void bad(unsigned long long at) { *(int *)at = 1; }'
     cupy.RawKernel(code, "bad")((1,), (1,), (np.uint64(1 << 60),))
     cupy.cuda.Device().synchronize()
 

@@ -1,4 +1,4 @@
-"""One trial: break a job, look at its end and at what it leaves, go on from there, and compare with a run left alone."""
+"""One trial: break a job, look at its end and at what it leaves, go on from there, compare with a run left alone."""
 
 from __future__ import annotations
 

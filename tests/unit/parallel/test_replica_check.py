@@ -42,7 +42,9 @@ def moment(trainer):
 @pytest.mark.parametrize("where, name", [(weight, "weight of 0.weight"), (moment, "variance of 2.bias")])
 def test_a_flipped_bit_is_named(where, name):
     def body():
-        with pytest.raises(DivergenceError, match=rf"after step 10, got a different {name} on rank 1") as error:
+        with pytest.raises(
+            DivergenceError, match=rf"after step 10, got a different {name} on rank 1"
+        ) as error:
             train([Flip(1, 9, where)])
         return error.value.agreed and error.value.root == 0
 
@@ -60,7 +62,7 @@ def test_a_repair_takes_what_most_ranks_hold(size, bad, root, where, capfd):
         return [weight(trainer).copy(), moment(trainer).copy()]
 
     ranks = threads.run(body, size)
-    assert f"got a different" not in capfd.readouterr().err
+    assert "got a different" not in capfd.readouterr().err
     for arrays in ranks[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(arrays, ranks[0]))
     sound = threads.run(lambda: [weight(t := train([])).copy(), moment(t).copy()], size)[0]
@@ -71,10 +73,10 @@ def test_a_repair_takes_what_most_ranks_hold(size, bad, root, where, capfd):
 def test_a_repair_is_said_once(capfd):
     threads.run(lambda: train([Flip(2, 9, weight)], on_divergence="repair").step_count, 3)
     said = [line for line in capfd.readouterr().err.splitlines() if "replicas:" in line]
-    assert said == [
-        "[0/3] warning replicas: found a different weight of 0.weight on rank 2 after step 10; all ranks go on with the "
-        "state of rank 0, but gradients since the check before may have come from the wrong one"
-    ]
+    assert len(said) == 1 and said[0].startswith(
+        "[0/3] warning replicas: found a different weight of 0.weight on rank 2 after step 10; all ranks go on with "
+        "the state of rank 0, but gradients since the check before may have come from the wrong one"
+    )
 
 
 def test_the_loss_scale_is_repaired_too():
@@ -91,7 +93,9 @@ def test_the_loss_scale_is_repaired_too():
 
 def test_a_checkpoint_is_written_from_equal_replicas_alone(tmp_path):
     def body():
-        with pytest.raises(DivergenceError, match="after step 6, got a different weight of 0.weight on rank 1"):
+        with pytest.raises(
+            DivergenceError, match=r"after step 6, got a different weight of 0\.weight on rank 1"
+        ):
             train([Flip(1, 5, weight)], run_dir=tmp_path / "run", save_every=3)
 
     threads.run(body, 3)
