@@ -282,6 +282,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
             say(0, 1, "info", f"device {chosen}: {why}")
         return make_world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     from .comm import tuned
+    from .comm.compared import compare_calls
     from .comm.mpi import MpiCommunicator
     from .comm.nodes import VARIABLE, place
 
@@ -302,6 +303,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     guard.current.at_end(comm.release)
     place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes
     world = make_world(comm, chosen, timeout, activity, place_of_rank, comm.transport)
+    if comm.transport in ("mpi", "two_level"):
+        compare_calls(comm)  # the axes have duplicates by now
     world.transport_reason = reason
     world.ranks_per_device = ranks_per_device
     announce(world, why)

@@ -165,12 +165,8 @@ class Trainer:
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
             chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
-        given = {
-            "run_dir": "none" if run_dir is None else "a folder",
-            "graph": graph,
-            "on_divergence": on_divergence,
-        }
-        compare(comm, "trainer", self.describe() | given)
+        given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
+        compare(comm, "trainer", self.describe() | given | {"on_divergence": on_divergence})
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
         self.updates = Updates(self, graph, timed=plans == "timed")

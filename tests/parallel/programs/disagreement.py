@@ -6,7 +6,7 @@ import numpy as np
 
 import mpdp
 from mpdp import data, nn, optim
-from mpdp.errors import DisagreementError
+from mpdp.errors import CommunicationError, DisagreementError
 
 kind = sys.argv[1]
 world = mpdp.init(timeout=20)
@@ -206,6 +206,27 @@ def schedule_of_a_clock_of_its_own():
         t.step((x, y))
 
 
+def another_collective():
+    if odd:
+        world.comm.broadcast(np.zeros(6))
+    else:
+        world.comm.all_reduce(np.zeros(4))
+
+
+def another_length():
+    world.comm.all_reduce(np.zeros(6 if odd else 4))
+
+
+def another_dtype():
+    world.comm.all_reduce(np.zeros(4, "float32" if odd else "float64"))
+
+
+def barrier_alone():
+    if odd:
+        world.comm.barrier(lane="bulk")
+    world.comm.all_reduce(np.zeros(4))
+
+
 def version_of_the_code():
     from mpdp import launch
     from mpdp.comm.agreement import compare
@@ -248,6 +269,10 @@ EXPECTED = {
     f"out.bias on rank {size - 1}",
     "rate_changed_in_training": "learning rate: expected the same on all ranks at step 3, got 0.1 on rank 0",
     "schedule_of_a_clock_of_its_own": "learning rate: expected the same on all ranks at step 2, got 0.1 on rank 0",
+    "another_collective": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "another_length": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "another_dtype": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "barrier_alone": "expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4 float64 on rank",
     "version_of_the_code": "init: expected the same version of mpdp on all ranks, got ",
 }
 
@@ -257,7 +282,7 @@ if kind == "list":
 for name in EXPECTED if kind == "all" else [kind]:
     try:
         globals()[name]()
-    except DisagreementError as error:
+    except (DisagreementError, CommunicationError) as error:
         assert EXPECTED[name] in str(error), f"{name}: {error}"
         assert error.agreed
     else:
