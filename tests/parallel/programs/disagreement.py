@@ -269,7 +269,7 @@ EXPECTED = {
     f"out.bias on rank {size - 1}",
     "rate_changed_in_training": "learning rate: expected the same on all ranks at step 3, got 0.1 on rank 0",
     "schedule_of_a_clock_of_its_own": "learning rate: expected the same on all ranks at step 2, got 0.1 on rank 0",
-    "another_collective": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "another_collective": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) ",
     "another_length": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
     "another_dtype": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
     "barrier_alone": "expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4 float64 on rank",
