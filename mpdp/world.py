@@ -155,7 +155,7 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
         LaunchError: no MPI library under a launcher, or a world of another size than announced.
         CommunicationError: the transport that was asked for cannot work here, on all ranks.
         DeviceError: the device cannot be used.
-        DisagreementError: ranks ask for different things, on all ranks.
+        DisagreementError: ranks ask for different things or run different code, on all ranks.
         ValueError: a bad argument, or another one than in the first call.
 
     Example:
