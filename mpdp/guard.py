@@ -132,7 +132,8 @@ class Guard:
 
         **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that
         goes is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
-        ``timeout`` seconds a C thread prints the stack and ends the process.
+        ``timeout`` seconds a C thread prints the stack and ends the process. Open MPI's waits as long for a launcher
+        that was killed: then the kernel ends this process.
         """
         guarded = self.announcement is not None and self.announcement.size > 1
         if self._pid == os.getpid() and "mpi4py.MPI" not in sys.modules:
@@ -144,11 +145,13 @@ class Guard:
         if guarded:
             with contextlib.suppress(Exception):  # stderr is closed or is no file
                 faulthandler.dump_traceback_later(timeout, exit=True)
+            processes.end_with(self.launcher)
         try:
             yield
         finally:
             if guarded:
                 faulthandler.cancel_dump_traceback_later()
+                processes.end_with(None)
 
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""

@@ -23,7 +23,7 @@ from ...cli.mpi_library import MpiLibrary, find_launcher, probe
 
 MARK = "MPDP_FAULT_JOB"
 _OTHERS = ("PMI", "PMIX", "OMPI", "PRTE", "MPI_LOCAL", "HYDI", "HYDRA", "SLURM", "MPDP")
-_SETTLING = 5.0  # seconds for a job's processes to be gone once its command has ended
+_SETTLING = 10.0  # seconds for a job's processes to be gone once its command has ended
 
 
 @dataclass(frozen=True)

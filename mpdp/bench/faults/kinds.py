@@ -79,7 +79,7 @@ KINDS = {
         Kind("read", "stall", WAITS, stalls=True),
         Kind("stopped", "stall", WAITS, _BOTH, stalls=True),
         Kind("stuck_in_c", "stall", WAITS, _BOTH, stalls=True),
-        Kind("launcher_killed", "launcher", GONE, _BOTH, best_effort=True),
+        Kind("launcher_killed", "launcher", GONE, _BOTH, ("start", "step"), best_effort=True),
         Kind("nan", "numbers", _AGREED + r"NonFiniteError: loss: .*\(from rank {rank}\)"),
         Kind("flipped_bit", "numbers", _AGREED + r"DivergenceError: replicas: .*on rank ({rank}|0)", _BOTH),
         Kind(

@@ -267,14 +267,14 @@ def _equal(a: np.ndarray, b: np.ndarray | None) -> bool:
 
 
 def _kill_launcher(fault: Fault) -> Any:
-    """Return what kills the command of a job with SIGKILL, some time after it has come to its updates."""
+    """Return what kills the command of a job with SIGKILL: while it starts, or after it has come to its updates."""
 
     def kill(process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + LIMIT / 2
         log = Path(fault.folder, "run", "log.jsonl")
-        while not log.exists() and process.poll() is None and time.monotonic() < deadline:
+        while fault.step > 0 and not log.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(fault.step * PAUSE)
+        time.sleep(fault.step * PAUSE if fault.step > 0 else fault.delay)
         fault.now()
         os.kill(process.pid, signal.SIGKILL)
 
