@@ -297,8 +297,15 @@ def _faults(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
         from .faults import cost
 
         return cost.run(quick=arguments.quick, json_path=arguments.json)
+    from .. import guard
     from .faults import command
     from .faults.kinds import KINDS
+
+    announcement = guard.current.announcement
+    if announcement is not None and announcement.size > 1:
+        parser.error(
+            f"faults: expected no launcher, got one of {announcement.size} ranks; it starts its jobs itself"
+        )
 
     for name in arguments.kinds or ():
         if name not in KINDS:

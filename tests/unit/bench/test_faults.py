@@ -171,6 +171,19 @@ def test_an_unknown_kind_is_a_usage_error(capsys):
     assert error.value.code == 2 and "--kinds: expected some of dataset,transform," in capsys.readouterr().err
 
 
+def test_it_starts_its_jobs_itself(monkeypatch, capsys):
+    from mpdp import bench, guard
+    from mpdp.launch import Announcement
+
+    monkeypatch.setattr(guard.current, "announcement", Announcement(2, 0, 0, 2, "hydra"))
+    with pytest.raises(SystemExit) as error:
+        bench.main(["faults", "--quick"])
+    assert (
+        error.value.code == 2
+        and "faults: expected no launcher, got one of 2 ranks" in capsys.readouterr().err
+    )
+
+
 def test_steps_without_checks_compute_the_same_and_notice_nothing():
     x = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
     y = np.arange(8) % 3
