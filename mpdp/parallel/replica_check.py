@@ -74,16 +74,19 @@ def _checksum(array: Any) -> int:
 
 def _divergence(tables: list[dict[str, int]], step: int) -> DivergenceError:
     odd: dict[str, list[int]] = {}
+    undecided: dict[str, str] = {}
     for name in tables[0]:
         groups: dict[int | None, list[int]] = {}
         for rank, table in enumerate(tables):
             groups.setdefault(table.get(name), []).append(rank)
         if len(groups) > 1:
             largest = max(groups.values(), key=len)
+            if sum(len(ranks) == len(largest) for ranks in groups.values()) > 1:  # as of two ranks
+                undecided[name] = f" than on rank {', '.join(map(str, largest))}"
             odd[name] = sorted(rank for ranks in groups.values() if ranks is not largest for rank in ranks)
     what = "different padding between parameters"
     for first, ranks in odd.items():
-        what = f"a different {first} on rank {', '.join(map(str, ranks))}"
+        what = f"a different {first} on rank {', '.join(map(str, ranks))}{undecided.get(first, '')}"
         break
     error = DivergenceError(
         f"replicas: expected equal bits on all ranks after step {step}, got {what}; resume from the last checkpoint "

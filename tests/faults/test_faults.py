@@ -52,3 +52,10 @@ def test_the_cost_of_the_checks_can_be_measured(tmp_path):
     assert found["ranks"] == 2 and found["step_us"] > 0 and found["unchecked_step_us"] > 0
     assert len(found["checked_blocks_us"]) == len(found["unchecked_blocks_us"]) == 3
     assert -100 < found["cost_percent"] < 1000
+
+
+def test_faults_of_a_gpu_end_as_promised(gpu, tmp_path):
+    """Last of all, and without CUDA's multi-process service, where one client's fault hits all."""
+    words = ("--device", "cuda", "--kinds", "device_memory,kill,nan,device_fault", "--trials", "4")
+    result, found = bench(tmp_path, *words)
+    assert result.rc == 0 and found["faults"] == 4 and found["wrong"] == 0, result

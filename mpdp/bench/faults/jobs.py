@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,8 @@ class Mpi:
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 "OMPI_MCA_btl": "^ofi",
             }
+            if shutil.which("ssh") is None:
+                settings["OMPI_MCA_plm_rsh_agent"] = "sh"  # Open MPI 4 looks for ssh also where it needs none
         return [self.launcher, "-n", str(n), self.python, script], settings
 
 

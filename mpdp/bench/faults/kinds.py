@@ -28,7 +28,7 @@ class Kind:
         moments: ``"start"`` (before ``init`` or in it), ``"step"``, or ``"end"`` (the work is done).
         best_effort: the launcher may see it first and end the survivors before they report.
         stalls: it shows when the timeout is over.
-        latest: the last update in which it still happens.
+        earliest, latest: updates in which it may happen.
         device: ``"cuda"`` for what only a GPU has.
         changes_data: the program feeds other batches than the undisturbed one, so other bits are right.
     """
@@ -40,6 +40,7 @@ class Kind:
     moments: tuple[str, ...] = ("step",)
     best_effort: bool = False
     stalls: bool = False
+    earliest: int = 1
     latest: int = 24
     device: str = "cpu"
     changes_data: bool = False
@@ -81,7 +82,12 @@ KINDS = {
         Kind("stuck_in_c", "stall", WAITS, _BOTH, stalls=True),
         Kind("launcher_killed", "launcher", GONE, _BOTH, ("start", "step"), best_effort=True),
         Kind("nan", "numbers", _AGREED + r"NonFiniteError: loss: .*\(from rank {rank}\)"),
-        Kind("flipped_bit", "numbers", _AGREED + r"DivergenceError: replicas: .*on rank ({rank}|0)", _BOTH),
+        Kind(
+            "flipped_bit",
+            "numbers",
+            _AGREED + r"DivergenceError: replicas: .*on rank ({rank}|1 than on rank 0)",
+            _BOTH,
+        ),
         Kind(
             "skipped_batch",
             "disagreement",
@@ -89,7 +95,13 @@ KINDS = {
             ("own",),
             changes_data=True,
         ),
-        Kind("extra_collective", "disagreement", _AGREED + "DisagreementError: a collective inside a", _BOTH),
+        Kind(  # from the callback of an update, so not in the first
+            "extra_collective",
+            "disagreement",
+            _AGREED + "DisagreementError: a collective inside a",
+            _BOTH,
+            earliest=2,
+        ),
         Kind("save_alone", "disagreement", _AGREED + r"DisagreementError: save\(\): ", _BOTH),
     )
 }

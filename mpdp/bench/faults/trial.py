@@ -71,7 +71,7 @@ class Trial:
         family, form = ways[rounds % len(ways)]
         n = sizes[(rounds // len(ways)) % len(sizes)]
         moment = draw.choice(kind.moments)
-        step = {"start": 0, "end": UPDATES + 1, "step": draw.randint(1, kind.latest)}[moment]
+        step = {"start": 0, "end": UPDATES + 1, "step": draw.randint(kind.earliest, kind.latest)}[moment]
         delay = draw.uniform(0, STARTING if moment == "start" else PAUSE)
         timeout = TIMEOUT if kind.stalls else PATIENT
         fault = Fault(kind.name, draw.randrange(n), step, delay, draw.choice(kind.loops), "", timeout, device)

@@ -70,6 +70,16 @@ def test_a_repair_takes_what_most_ranks_hold(size, bad, root, where, capfd):
     assert equal == (bad != root), "the flip came after the last update: the repaired state is the sound one"
 
 
+def test_of_two_ranks_nobody_knows_which_is_right():
+    def body():
+        with pytest.raises(
+            DivergenceError, match=r"different weight of 0\.weight on rank 1 than on rank 0; resume"
+        ):
+            train([Flip(0, 9, weight)])
+
+    threads.run(body, 2)
+
+
 def test_a_repair_is_said_once(capfd):
     threads.run(lambda: train([Flip(2, 9, weight)], on_divergence="repair").step_count, 3)
     said = [line for line in capfd.readouterr().err.splitlines() if "replicas:" in line]
