@@ -163,6 +163,18 @@ class Communicator(ABC):
         self.all_reduce(array, op=op, lane=lane)
         return Request()
 
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        """Start :meth:`reduce_scatter`, as :meth:`start_all_reduce` does for its like. **Collective.**"""
+        self.reduce_scatter(array, bounds, op=op, lane=lane)
+        return Request()
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        """Start :meth:`all_gather`, as :meth:`start_all_reduce` does for its like. **Collective.**"""
+        self.all_gather(array, bounds, lane=lane)
+        return Request()
+
     def reduce(self, array: Any, *, op: str = "sum", root: int = 0, lane: str = "bulk") -> None:
         """Replace the array on ``root`` by the sum over ranks; elsewhere its content is lost. **Collective.**"""
         self._check(array, lane, op, root)
