@@ -145,6 +145,11 @@ class DataParallel:
         return self._replica.reducer
 
     @property
+    def given(self) -> list[Any]:
+        """The chunks of weights, or of working copies, that owners give the other ranks after an update."""
+        return self._replica.given
+
+    @property
     def weights(self) -> Any:
         """The flat weights over ``layout``; under ``"sharded"`` and 16 bits a HeldArray, of this rank's ranges."""
         return self._replica.weights

@@ -57,7 +57,7 @@ class Replica:
         layout: the index space of this generation.
         arena: the gradients over it. ``weights``: the flat weights, or what this rank has of them (``masters``).
             ``copies``: the flat working copies, or None.
-        placement: who updates what.
+        placement: who updates what. ``given``: the chunks of weights that owners give the other ranks.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
@@ -151,7 +151,7 @@ class Replica:
         else:
             self.refresh()
         given = self.weights if self._masters is None else self.copies
-        self._given = [given[start:stop] for start, stop in self.reducer.chunks]
+        self.given = [given[start:stop] for start, stop in self.reducer.chunks]
 
     def _fill(self, masters: Masters, whole: Any) -> None:
         """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
@@ -259,7 +259,7 @@ class Replica:
         Args:
             apply: ``apply(start, stop)`` updates a range of the weights, and of the working copies.
         """
-        self.placement.update(self._given, apply)
+        self.placement.update(self.given, apply)
         if self._masters is not None:
             self._masters.share()
         elif self.placement.held == () and self._copies is not None:
