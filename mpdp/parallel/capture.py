@@ -19,6 +19,7 @@ from ..kernels.board import Board
 from ..optim import Optimizer
 from .data_parallel import DataParallel
 from .forms import split_captured
+from .update import update
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
@@ -254,7 +255,8 @@ class Capture:
             board.look(gradient, span)
             self._comm.all_reduce(board.parts, lane="urgent")
         board.decide(gradient, span, getattr(self._comm, "halt", 0), self._loss)
-        replica.update(
+        update(
+            replica,
             partial(
                 self.optimizer.apply_captured,
                 gradient,
@@ -262,7 +264,7 @@ class Capture:
                 numbers=board.numbers,
                 when=board.apply,
                 used=self.used,
-            )
+            ),
         )
 
 

@@ -31,6 +31,7 @@ from .precision import Precision, loss_scale_of
 from .record import Kind, agree_used, exchange
 from .reducer import Reducer
 from .replica import Replica
+from .update import squared_norm, to_be_applied, update
 
 
 class DataParallel:
@@ -143,11 +144,6 @@ class DataParallel:
     def reducer(self) -> Reducer:
         """What reduces them."""
         return self._replica.reducer
-
-    @property
-    def given(self) -> list[Any]:
-        """The chunks of weights, or of working copies, that owners give the other ranks after an update."""
-        return self._replica.given
 
     @property
     def weights(self) -> Any:
@@ -421,13 +417,13 @@ class DataParallel:
         replica = self._replica
         try:
             loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            if count > 0 and self._all_finite():
+            if count > 0 and to_be_applied(replica, self.loss_scale, self.step_count):
                 scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
-                    norm = math.sqrt(replica.squared_norm()) * scale
+                    norm = math.sqrt(squared_norm(replica)) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
-                replica.update(
-                    partial(optimizer.apply, self.arena.array, scale=scale, lr=lr, used=self._used)
+                update(
+                    replica, partial(optimizer.apply, self.arena.array, scale=scale, lr=lr, used=self._used)
                 )
                 optimizer.finish_update(self._used)
         finally:
@@ -439,17 +435,6 @@ class DataParallel:
         self.world.activity.step = self.step_count  # what a report names: the update that comes next
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
-
-    def _all_finite(self) -> bool:
-        """Return whether to apply the reduced gradient, and go on to the next loss scale; all ranks decide alike."""
-        finite = self._replica.all_finite(self.step_count)
-        scale = self.loss_scale
-        if not finite and (scale is None or scale.at_bottom):
-            smallest = None if scale is None else scale.smallest
-            non_finite.raise_gradient(self.layout, self._replica.first_bad(), self.step_count, smallest)
-        if scale is not None:
-            scale.update(finite)
-        return finite
 
     # -- the state
 
@@ -465,15 +450,6 @@ class DataParallel:
             return None
         weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
         return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
-
-    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
-        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
-        return self._replica.collect_weights(), self._replica.collect_state()
-
-    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
-        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
-        exchange(self.comm, Kind.BROADCAST, self.step_count)
-        self._replica.load(weights, state)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**
