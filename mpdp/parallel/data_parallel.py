@@ -451,6 +451,15 @@ class DataParallel:
         weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
         return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
 
+    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
+        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
+        return self._replica.collect_weights(), self._replica.collect_state()
+
+    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
+        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
+        exchange(self.comm, Kind.BROADCAST, self.step_count)
+        self._replica.load(weights, state)
+
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**
 

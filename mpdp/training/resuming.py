@@ -77,8 +77,7 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
 def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
     parallel = trainer.parallel
-    replica = parallel._replica
-    weights, state = replica.collect_weights(), replica.collect_state()
+    weights, state = parallel.collect()
     if weights is None:
         return {}
     layout = parallel.layout
@@ -175,7 +174,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         there = kernels.for_device(trainer.world.device).from_host
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
-    parallel._replica.load(weights, slots)
+    parallel.load(weights, slots)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]

@@ -85,9 +85,8 @@ def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, step
 
 def bits(trainer):
     """Return all state of a trainer as bytes, on rank 0."""
-    replica = trainer.parallel._replica
-    replica.load(replica.collect_weights(), replica.collect_state())
-    weights, slots = replica.collect_weights(), replica.collect_state()
+    trainer.parallel.load(*trainer.parallel.collect())
+    weights, slots = trainer.parallel.collect()
     if weights is None:
         return None
     copies = trainer.parallel._replica.copies
