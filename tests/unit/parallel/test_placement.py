@@ -9,7 +9,7 @@ from called_again import capture
 import mpdp
 from mpdp import autodiff, nn, optim, threads
 from mpdp.bench.traffic import Traffic
-from mpdp.errors import NonFiniteError
+from mpdp.errors import DisagreementError, NonFiniteError
 from mpdp.parallel.layout import SPAN
 from mpdp.parallel.placement import PLACEMENTS
 
@@ -280,3 +280,19 @@ def test_optimizer_memory_and_bytes_sent_are_as_the_formulas_say(n):
                 assert bytes_ == scattered + gathered + beside
             mean = (gradients + copies) * (n - 1) / n + beside
             assert abs(sum(sent) / n - mean) < 1
+
+
+def test_a_placement_that_is_none_or_differs_between_ranks_is_an_error_on_all():
+    def body():
+        world = mpdp.init()
+        with pytest.raises(ValueError, match="placement: expected one of replicated, root, sharded, got 'x'"):
+            mpdp.DataParallel(nn.Linear(2, 2), world, placement="x")
+        for wrap in (
+            mpdp.DataParallel,
+            lambda model, **how: mpdp.Trainer(model, nn.mse, optim.SGD(0.1), **how),
+        ):
+            with pytest.raises(DisagreementError, match="placement"):
+                wrap(nn.Linear(2, 2), world=world, placement="root" if world.rank else "sharded")
+        return True
+
+    assert all(threads.run(body, 2, devices=["cpu"] * 2))
