@@ -76,7 +76,8 @@ def the_same_bits():
     cases.append(("float32", _momentum, {"accumulate": 2}))
     for precision, optimizer, options in cases:
         first = None
-        for placement, graph in itertools.product(PLACEMENTS, (False, "auto")):
+        graphs = (False, "auto") if mode == "cuda" else (False,)
+        for placement, graph in itertools.product(PLACEMENTS, graphs):
             trainer = trainer_of(placement, precision, optimizer, graph, **options)
             losses = [trainer.step(share(step)) for step in range(5)]
             trainer.check_replicas()
@@ -84,9 +85,9 @@ def the_same_bits():
             first = first or found
             equal(found[0], first[0])
             np.testing.assert_allclose(found[1], first[1], rtol=0 if ordered else 1e-2)
-            graphs = trainer.updates.graphs
+            engine = trainer.updates.graphs
             captured = mode == "cuda" and graph and (size == 1 or trainer.parallel.comm.capturable)
-            assert not captured or graphs.captures == options.get("accumulate", 1), graphs._said
+            assert not captured or engine.captures == options.get("accumulate", 1), engine._said
         if rank == 0:
             print(precision, *options, "ok", flush=True)
 
