@@ -61,7 +61,9 @@ def samples(dtype, step, count=10):
     return random.normal(size=(count, 12)).astype(dtype), random.integers(0, 4, count)
 
 
-def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, steps=4, chunk_bytes=32768):
+def train(
+    optimizer, precision, placement, *, accumulate=1, clip_norm=None, steps=4, chunk_bytes=32768, **options
+):
     """Return the trainer after some updates, in the last of which rank 0 alone has samples."""
     world = mpdp.init()
     dtype = "float64" if precision == "float64" else "float32"
@@ -71,6 +73,7 @@ def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, step
         model, nn.cross_entropy, OPTIMIZERS[optimizer](), precision=precision, placement=placement,
         accumulate=accumulate, clip_norm=clip_norm, chunk_bytes=chunk_bytes,
         loss_scale=optim.LossScale(initial=2.0**16, interval=2) if precision == "float16" else None,
+        **options,
     )  # fmt: skip
     for step in range(steps):
         model.head = int(step == 2)
@@ -176,6 +179,17 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_and_nothing_is_upda
         return True
 
     assert all(threads.run(body, 3, devices=["cpu"] * 3))
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float16", "bfloat16", "float64"])
+def test_gradients_of_other_dtypes(reduce_dtype):
+    def body():
+        return [
+            bits(train("momentum", "bfloat16", p, reduce_dtype=reduce_dtype, steps=2)) for p in PLACEMENTS
+        ]
+
+    replicated, *others = threads.run(body, 3, devices=["cpu"] * 3)[0]
+    assert others == [replicated] * 2
 
 
 def test_frozen_and_thawed_parameters_keep_weights_and_moments():
