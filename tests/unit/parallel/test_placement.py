@@ -8,10 +8,12 @@ from called_again import capture
 
 import mpdp
 from mpdp import autodiff, nn, optim, threads
+from mpdp.autodiff.recording import working_copies
 from mpdp.bench.traffic import Traffic
 from mpdp.errors import DisagreementError, NonFiniteError
 from mpdp.parallel.layout import SPAN
 from mpdp.parallel.placement import PLACEMENTS
+from mpdp.report.timeline import Timeline
 
 OPTIMIZERS = {
     "sgd": lambda: optim.SGD(0.1, weight_decay=0.01),
@@ -310,3 +312,49 @@ def test_a_placement_that_is_none_or_differs_between_ranks_is_an_error_on_all():
         return True
 
     assert all(threads.run(body, 2, devices=["cpu"] * 2))
+
+
+def test_masters_in_slices_are_shown_not_given():
+    def body():
+        trainer = train("adamw", "bfloat16", "sharded", steps=2)
+        state, model = trainer.parallel.state_dict(), trainer.model
+        assert (state is None) == (trainer.world.rank > 0)
+        matrix, bias, frozen = model.middle.weight, model.norm.bias, model.frozen.weight
+        assert matrix.data.dtype.name == "bfloat16" and bias.data.dtype == frozen.data.dtype == "float32"
+        if state is not None:
+            assert {array.dtype.name for name, array in state.items() if "batch" not in name} == {"float32"}
+            assert np.array_equal(state["middle.weight"].astype(matrix.data.dtype), matrix.data)
+            assert np.array_equal(state["norm.bias"], bias.data)
+        for parameter in (matrix, bias):
+            with pytest.raises(ValueError, match="read-only"):
+                parameter.data[...] = 0
+            with pytest.raises(ValueError, match=r"got '.*' under placement="):
+                parameter.data = np.zeros(parameter.shape, "float32")
+        frozen.data[...] = 0.5  # nobody updates it, so every rank has it
+        trainer.parallel(samples("float32", 0)[0])
+        assert (trainer.parallel._replica.copies[frozen_range(trainer)] == 0.5).all()
+        with working_copies(), pytest.raises(ValueError, match=r"one axis .* of shape \(160, 160\)"):
+            matrix.astype("float32")
+        with working_copies():
+            assert np.array_equal(bias.astype("float32").data, bias.data)
+        return True
+
+    assert all(threads.run(body, 2, devices=["cpu"] * 2))
+
+
+def frozen_range(trainer):
+    entry = trainer.parallel.layout["frozen.weight"]
+    return slice(entry.start, entry.stop)
+
+
+def test_a_timeline_shows_both_rows_of_messages():
+    def body():
+        trainer = train("adamw", "bfloat16", "sharded", steps=1)
+        with Timeline(trainer.parallel, steps=1) as timeline:
+            step(trainer, 1)
+        (spans,) = timeline.steps
+        return {span.name for span in spans if span.row == "bulk"}
+
+    for names in threads.run(body, 2, devices=["cpu"] * 2):
+        for i in range(3):
+            assert {f"start chunk {i}", f"wait for chunk {i}", f"start weights {i}"} <= names
