@@ -10,7 +10,7 @@ import mpdp
 from mpdp import autodiff, nn, optim, threads
 from mpdp.autodiff.recording import working_copies
 from mpdp.bench.traffic import Traffic
-from mpdp.errors import DisagreementError, NonFiniteError
+from mpdp.errors import DisagreementError, DivergenceError, NonFiniteError
 from mpdp.parallel.layout import SPAN
 from mpdp.parallel.placement import PLACEMENTS
 from mpdp.report.timeline import Timeline
@@ -358,3 +358,25 @@ def test_a_timeline_shows_both_rows_of_messages():
     for names in threads.run(body, 2, devices=["cpu"] * 2):
         for i in range(3):
             assert {f"start chunk {i}", f"wait for chunk {i}", f"start weights {i}"} <= names
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("float32", "weight of middle.bias"),
+        ("bfloat16", "weight of middle.bias"),
+        ("float16", "working copy of"),
+    ],
+)
+def test_a_flipped_bit_in_what_all_ranks_have_is_named(precision, name):
+    def body():
+        trainer = train("adamw", precision, "sharded", steps=1)
+        if trainer.world.rank == 1:
+            parameter = trainer.model.middle.weight if "copy" in name else trainer.model.middle.bias
+            there = parameter._copy if "copy" in name else parameter._data
+            there.reshape(-1)[:1].view(np.uint8)[0] ^= 1
+        with pytest.raises(DivergenceError, match=rf"got a different {name}.* on rank 1"):
+            trainer.check_replicas()
+        return True
+
+    assert all(threads.run(body, 3, devices=["cpu"] * 3))
