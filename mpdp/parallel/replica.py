@@ -18,7 +18,8 @@ from ..comm.base import Communicator
 from ..device import Device
 from ..errors import DisagreementError
 from ..nn import Module
-from ..optim import Optimizer
+from ..optim import Optimizer, WeightAverage
+from . import averaging
 from .arena import Arena, GradientArena
 from .layout import Layout
 from .masters import Masters
@@ -64,6 +65,7 @@ class Replica:
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
         optimizer: the one whose state belongs to the replica, or None.
+        average: the moving average of its weights, or None.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Replica:
         self._placement = placement
         self.comm = comm
         self.optimizer: Optimizer | None = None
+        self.average: WeightAverage | None = None
         self._chunk_bytes = chunk_bytes
         together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
@@ -226,6 +229,8 @@ class Replica:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
         if self.masters is None:
             self.comm.broadcast(self.weights, root=root)
+            if self.average is not None and self.average.started:
+                self.comm.broadcast(self.average.array, root=root)
         elif self.layout.size > self.layout.trainable_size:  # the others are equal already
             self.comm.broadcast(self.weights[self.layout.trainable_size : self.layout.size], root=root)
         self.refresh()
@@ -245,12 +250,14 @@ class Replica:
         """
         together(self.comm, lambda: self._check_names(flags))
         compare(self.comm, "freeze or thaw", dict(sorted(flags.items())))
-        old_layout, state = self.layout, self.collect_state()
+        old_layout, state, average = self.layout, self.collect_state(), averaging.collect(self)
         if self.masters is not None:
             self._release(self.collect_weights())
         for name, flag in flags.items():
             self.parameters[name].requires_grad = flag
         self._build(old_layout.generation + 1)
+        if self.average is not None:
+            averaging.lay_out(self, old_layout, average)
         if self.optimizer is not None:
             self._move_optimizer(self.optimizer, old_layout, state)
 
@@ -365,6 +372,8 @@ class Replica:
             flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
         arrays |= beside
+        if self.average is not None and self.average.started and self.masters is None:
+            flats["average"] = self.average.array
         if self.masters is not None:
             for name in self.parameters:
                 wide = (

@@ -8,13 +8,16 @@ Read ``placement`` for who has what, ``data_parallel`` and ``capture`` for the u
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..optim import LossScale
+from ..optim import LossScale, Optimizer
 from . import non_finite
 from .record import Kind, exchange
-from .replica import Replica
+
+if TYPE_CHECKING:
+    from .replica import Replica
 
 
 def to_be_applied(replica: Replica, loss_scale: LossScale | None, step: int) -> bool:
@@ -78,6 +81,27 @@ def squared_norm(replica: Replica) -> float:
     return float(replica.kernels.total(sums))
 
 
+def sums_of(replica: Replica, optimizer: Optimizer, prepare: Callable[[int, int], Any]) -> Any:
+    """Return the sums of all ranges that a rule needs, where ranks have parts; None where ``apply`` sees to them.
+
+    **Collective** where ranks have parts: each brings the rows of its own, and zeros change no bit of the others'. It
+    can be captured.
+
+    Args:
+        replica: what is updated.
+        optimizer: the rule.
+        prepare: ``prepare(start, stop)`` writes the rows of a range.
+    """
+    if replica.placement.held is None or not optimizer.needs_sums:
+        return None
+    table = optimizer.sums
+    table.fill(0)
+    for start, stop in replica.placement.held:
+        prepare(start, stop)
+    replica.comm.all_reduce(table.reshape(-1), lane="urgent")
+    return table
+
+
 def update(replica: Replica, apply: Callable[[int, int], None]) -> None:
     """Apply an update where it is done, and give every rank the new weights.
 
@@ -92,3 +116,14 @@ def update(replica: Replica, apply: Callable[[int, int], None]) -> None:
         replica.masters.share()
     elif replica.placement.held == () and replica.copies is not None:
         replica.kernels.store(replica.weights, replica.copies)  # what has come are the masters
+
+
+def show(replica: Replica) -> None:
+    """Let forward read weights that something else than an optimizer has written, on every rank that has them.
+
+    **Collective** where ranks hold parts of them, else **Local.**
+    """
+    replica.binding.stale = True
+    if replica.masters is not None:
+        weights, copies = replica.weights, replica.copies
+        update(replica, lambda start, stop: replica.kernels.store(weights[start:stop], copies[start:stop]))

@@ -18,6 +18,8 @@ from .. import kernels
 from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
+from ..optim import Schedule
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 from . import arguments, checkpoint
 from .position import Position
@@ -78,6 +80,7 @@ def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
     parallel = trainer.parallel
     weights, state = parallel.collect()
+    average = averaging.collect(parallel._replica)
     if weights is None:
         return {}
     layout = parallel.layout
@@ -88,6 +91,8 @@ def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     host = kernels.for_device(trainer.world.device).to_numpy
     for name, buffer in parallel.buffers.items():
         tensors[f"buffers/{name}"] = host(buffer.data)
+    if average is not None:
+        tensors |= {f"average/{name}": layout.view(average, name) for name in parallel.parameters}
     return tensors
 
 
@@ -101,6 +106,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "exponent": parallel.exponent,
         "precision": trainer.precision,
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
+        "average": parallel._replica.average is not None and parallel._replica.average.started,
+        "schedule": trainer.schedule.state() if isinstance(trainer.schedule, Schedule) else None,
         "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
@@ -175,12 +182,15 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
     parallel.load(weights, slots)
+    _restore_average(trainer, bool(state.get("average")), tensors)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
+    if isinstance(trainer.schedule, Schedule):
+        _restore_schedule(trainer, trainer.schedule, state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
         kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
@@ -191,3 +201,33 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
             f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
         )
     trainer.position = Position(**state["position"])
+
+
+def _restore_schedule(trainer: Trainer, schedule: Schedule, state: Any) -> None:
+    """Take up what the schedule has learnt, unless the program's is another one now. **Local.**"""
+    try:
+        schedule.load_state(state)
+    except ValueError as error:
+        schedule.load_state(None)
+        trainer.world.log("warning", f"resume: what the schedule had learnt is left out: {error}")
+
+
+def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:
+    """Take up the average of weights, read on rank 0. **Collective.**"""
+    replica = trainer.parallel._replica
+    if replica.average is None:
+        if held:
+            trainer.world.log(
+                "info", "resume: the checkpoint's average of weights is left out; ema= would take it"
+            )
+        return
+    replica.average.started = False
+    if not held:
+        trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
+        return
+    whole = None
+    if tensors is not None:
+        whole = np.zeros(replica.layout.size, replica.dtype)
+        for name in replica.parameters:
+            replica.layout.view(whole, name)[...] = tensors[f"average/{name}"]
+    averaging.load(replica, whole)
