@@ -18,16 +18,18 @@ import numpy as np
 
 from ... import __version__, guard
 from ...comm.tuned import processor
+from ...parallel import update
 from ...world import init
 from ..sides import OwnSide, largest, setting
 from ..turns import alternate, ratio, steps_of
 
+_ALL_FINITE = update._all_finite
 BLOCKS, QUICK_BLOCKS = 21, 3
 BLOCK_SECONDS, QUICK_SECONDS = 1.0, 0.1
 
 
 class WithoutChecks:
-    """While entered, this rank's steps check nothing. **Local.** Every rank enters it, between two steps.
+    """While entered, steps of this process check nothing. **Local.** Every rank enters it, between two steps.
 
     Args:
         trainer: of CPU ranks.
@@ -40,7 +42,7 @@ class WithoutChecks:
         self._own: list[tuple[Any, str, Any]] = [
             (trainer, "check_replicas", lambda: None),
             (trainer.parallel, "_exchange_record", self._add_up),
-            (trainer.parallel, "_all_finite", lambda: True),
+            (update, "_all_finite", lambda replica, step: True),
             (trainer.parallel.comm, "_enter", lambda call, lane: None),
         ]
 
@@ -60,7 +62,10 @@ class WithoutChecks:
         if self._ring is not None:
             self._ring.release()
         for holder, name, _ in self._own:
-            delattr(holder, name)
+            if holder is update:
+                update._all_finite = _ALL_FINITE
+            else:
+                delattr(holder, name)
 
     def _add_up(self, plan: Any, stop: bool) -> None:
         parallel = self._parallel
