@@ -101,6 +101,28 @@ def test_the_loss_scale_is_repaired_too():
     assert values == [values[0]] * 3 and values[0] != 2.0
 
 
+@pytest.mark.parametrize("options", [{"placement": "sharded"}, {"placement": "root"}, {"ema": 0.9}])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_repair_with_other_placements_and_an_average(options, precision):
+    def body():
+        trainer = train([], updates=3, precision=precision, on_divergence="repair", **options)
+        weights = (
+            trainer.parallel.weights
+            if trainer.parallel._replica.copies is None
+            else trainer.parallel._replica.copies
+        )
+        if trainer.world.rank == 1:
+            weights[:1].view(np.uint8)[0] ^= 1
+        flipped = np.array(weights[:64]).tobytes()
+        trainer.check_replicas()
+        repaired = np.array(weights[:64]).tobytes()
+        trainer.fit(data.ArrayDataset(X, Y), updates=6, global_batch_size=8, progress=False)
+        return flipped, repaired, np.array(weights[:64]).tobytes()
+
+    flipped, repaired, after = zip(*threads.run(body, 3))
+    assert len(set(flipped)) == 2 and set(repaired) == {flipped[0]} and len(set(after)) == 1
+
+
 def test_a_checkpoint_is_written_from_equal_replicas_alone(tmp_path):
     def body():
         with pytest.raises(
