@@ -4,8 +4,8 @@
     python scripts/compare_training.py scripts/train_chargpt.py --torch-python PATH -n 2 -- --updates 300
 
 What stands behind ``--`` goes to the training script. mpdp trains on ``-n`` ranks, PyTorch in one process. Prints the
-figure of each seed, mean and range of both, and whether the ranges overlap: of two systems that are equal the ranges
-of three seeds each miss one another in one case of ten.
+figure of each seed, the means, and whether the ranges overlap: those of three seeds each miss one another in one case
+of ten where nothing differs but chance.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+import mpdp
 from mpdp.comm.tuned import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,12 +42,12 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(words)
-    told = ["PATH" if word == arguments.torch_python else word for word in sys.argv[1:]]
+    told = ["PATH" if os.path.isabs(word) else word for word in sys.argv[1:]]
     result = {
         "command": " ".join(["python", "scripts/compare_training.py", *told]),
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor(),
-        "device": arguments.device,
+        "device": arguments.device if arguments.device == "cpu" else mpdp.devices()[0].name,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "ranks": arguments.n,
