@@ -37,8 +37,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order")
     parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    torch = library()  # PyTorch, or an error that says how to install it
     world = mpdp.init(device=arguments.device)
+    torch = library()  # PyTorch, or an error that says how to install it
     nn, F = torch.nn, torch.nn.functional
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)

@@ -59,9 +59,9 @@ class DataParallel:
     """
 
     def __init__(self, module: Any, world: World | None = None, chunk_bytes: int | None = None) -> None:
-        self._torch = library()
         self.world = world if world is not None else init()
         self.comm = self.world.axis("data")
+        self._torch = together(self.comm, library)
         self.module = module
         trainable, dtype = together(self.comm, partial(self._look_at, module))
         state = [*module.named_parameters(), *module.named_buffers()]
