@@ -68,6 +68,12 @@ def parse():
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bfloat16", "float16", "float64"], default="float32"
     )
+    parser.add_argument(
+        "--placement",
+        choices=["replicated", "root", "sharded"],
+        default="replicated",
+        help="where the optimizer's state lives",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -114,6 +120,7 @@ def main():
         world=world,
         schedule=optim.WarmupCosine(warmup, arguments.updates, final=FINAL),
         precision=arguments.precision,
+        placement=arguments.placement,
         clip_norm=CLIP_NORM,
         seed=arguments.seed,
         run_dir=arguments.run_dir or mpdp.new_run_dir("chargpt", base=RUNS),

@@ -136,6 +136,12 @@ def parse():
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bfloat16", "float16", "float64"], default="float32"
     )
+    parser.add_argument(
+        "--placement",
+        choices=["replicated", "root", "sharded"],
+        default="replicated",
+        help="where the optimizer's state lives",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
@@ -180,6 +186,7 @@ def main():
         world=world,
         schedule=optim.WarmupCosine(warmup, updates),
         precision=arguments.precision,
+        placement=arguments.placement,
         seed=arguments.seed,
         run_dir=arguments.run_dir or mpdp.new_run_dir("images", base=RUNS),
         save_every=arguments.save_every,

@@ -55,7 +55,10 @@ def test_images_train_and_resume(job, tmp_path, digits):
     assert [line["step"] for line in log if line["kind"] == "step"] == list(range(1, 11))
 
 
-@pytest.mark.parametrize("words", [("--model", "resnet18"), ("--model", "mlp", "--precision", "bfloat16")])
+@pytest.mark.parametrize(
+    "words",
+    [("--model", "resnet18"), ("--model", "mlp", "--precision", "bfloat16", "--placement", "sharded")],
+)
 def test_other_models_of_images(job, tmp_path, digits, words):
     run = (*digits, "--run-dir", tmp_path / "run", "--updates", "2", "--global-batch-size", "16")
     assert accuracy(job(SCRIPTS / "train_images.py", *words, *run, n=2, timeout=60)) > 0
