@@ -30,6 +30,7 @@ class Kind(IntEnum):
     EVALUATE = 3
     SAVE = 4
     RESUME = 5
+    SIGNALS = 30
     FIT = 6
     FINISH = 7
     CHECK_REPLICAS = 8
@@ -52,6 +53,7 @@ _CALLS = {
     Kind.IN_CALLBACK: "a collective inside a callback",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
+    Kind.SIGNALS: "the end of its updates or evaluation",
     Kind.FIT: "fit()",
     Kind.FINISH: "Reducer.finish()",
     Kind.CHECK_REPLICAS: "check_replicas()",
