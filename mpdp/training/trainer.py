@@ -141,17 +141,13 @@ class Trainer:
         except Exception as caught:
             error = caught
         agree(comm, error)
-        self.model = model
-        self.loss_function = loss
-        self.optimizer = optimizer
-        self.precision = precision
-        self.placement = placement
+        self.model, self.loss_function, self.optimizer = model, loss, optimizer
+        self.precision, self.placement = precision, placement
         self.accumulate = int(accumulate)
         self.clip_norm, self.clip_value = arguments.plain(clip_norm), arguments.plain(clip_value)
         self.ema = arguments.plain(ema)
         self.seed, self.plans = int(seed), plans
-        self.save_every = arguments.plain(save_every)
-        self.keep = keep
+        self.save_every, self.keep = arguments.plain(save_every), keep
         self.callbacks, self.on_divergence = tuple(callbacks), on_divergence
         self._stop_asked = self._stop_agreed = self.fitting = False
         self.last_lr = float("nan")
