@@ -293,9 +293,10 @@ def test_who_says_nothing_is_named(build):
     for rank in ranks[:2] + ranks[3:]:
         rank.activity.enter("all_reduce")
     until(lambda: all(rank.aborted for rank in ranks[:2] + ranks[3:]))
-    assert ranks[0].ring.others().endswith("no word of rank 2"), ranks[0].ring.others()
-    # Of those that stalled at the same moment, all that were heard have answered the lowest.
-    assert "rank 1 in step 3 (all_reduce)" in ranks[0].ring.others() or "ranks 1" in ranks[0].ring.others()
+    # Of those that have stalled at the same moment, the lowest gets all the answers.
+    lowest = next(rank for rank in ranks if rank.ring.others())
+    assert lowest.ring.others().endswith("no word of rank 2"), lowest.ring.others()
+    assert lowest.ring.others().count("in step 3 (all_reduce)") >= 1
 
 
 def test_a_rank_that_keeps_the_others_waiting_shows_the_stacks_of_its_threads(build):
