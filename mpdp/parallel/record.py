@@ -41,6 +41,7 @@ class Kind(IntEnum):
     PREDICT = 14
     CALLBACKS = 15
     IN_CALLBACK = 16
+    SAVING = 17
 
 
 _CALLS = {
@@ -51,6 +52,7 @@ _CALLS = {
     Kind.CALLBACKS: "the end of its callbacks",
     Kind.IN_CALLBACK: "a collective inside a callback",
     Kind.SAVE: "save()",
+    Kind.SAVING: "the end of a save in the background",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",
     Kind.FINISH: "Reducer.finish()",

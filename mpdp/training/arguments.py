@@ -34,6 +34,8 @@ def check(
     plans: Any,
     save_every: Any,
     keep: Any,
+    keep_best: Any,
+    best_mode: Any,
     run_dir: Any,
     callbacks: Any,
 ) -> None:
@@ -79,6 +81,16 @@ def check(
         raise ValueError(
             f"save_every: expected a run_dir to save in, got {save_every} without one; pass run_dir="
         )
+    if keep_best is not None:
+        if not isinstance(keep_best, str):
+            raise TypeError(
+                f"keep_best: expected a name such as 'validation_loss', got {keep_best!r}; pass a str"
+            )
+        if run_dir is None:
+            raise ValueError(
+                f"keep_best: expected a run_dir to save in, got {keep_best!r} without one; pass run_dir="
+            )
+        mode_of("best_mode", keep_best, best_mode)
     if not _whole(seed):
         raise ValueError(f"seed: expected an integer, got {seed!r}; pass a fixed number")
     if clip_norm is not None and not (isinstance(plain(clip_norm), (int, float)) and clip_norm > 0):
@@ -101,6 +113,21 @@ def check(
                     f"callbacks: expected objects with the methods of mpdp.Callback, got {type(callback).__name__} "
                     f"without {method}; derive it from mpdp.Callback"
                 )
+
+
+def mode_of(argument: str, metric: str, mode: Any) -> str:
+    """Return whether the lowest or the highest value of a metric is best: ``"min"`` or ``"max"``. **Local.**
+
+    Raises:
+        ValueError: not said, and the metric is neither a loss nor a perplexity.
+    """
+    if mode is None and (metric.endswith("loss") or metric == "perplexity"):
+        return "min"
+    if mode not in ("min", "max"):
+        raise ValueError(
+            f'{argument}: expected "min" or "max" beside metric {metric!r}, got {mode!r}; say which is better'
+        )
+    return str(mode)
 
 
 def learning_rate(optimizer: Optimizer, schedule: Any, step: int) -> float:
