@@ -140,7 +140,7 @@ def read(path: Path) -> Manifest:
         if size > MOST_BYTES:
             raise OSError(f"{MANIFEST} has {size} bytes, more than {MOST_BYTES}")
         with open(path / MANIFEST, "rb") as file:
-            text = file.read(MOST_BYTES).decode()
+            text = file.read(size).decode()
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path}: expected a directory with a {MANIFEST}, got {error}; check the path"
