@@ -1,4 +1,4 @@
-"""Saves in the background, parts by several ranks, the best checkpoint, state of callbacks, models without a trainer."""
+"""Saves in the background, parts by several ranks, the best checkpoint, state of callbacks, what a run folder says."""
 
 import json
 import math
