@@ -21,7 +21,15 @@ def test_killed_at_every_update_and_moment(job, tmp_path, mode):
 )
 def test_a_run_of_several_ranks_that_is_killed_again_and_again(job, tmp_path, size, mode, steps):
     """Killed at each update in turn, on another rank and at another moment, and resumed after each."""
-    environ = {"MPDP_TRANSPORT": "shared_memory"}
+    killed_in_turn(job, tmp_path, size, mode, steps, {"MPDP_TRANSPORT": "shared_memory"})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_background_saves_beside_graphs_on_a_gpu(gpu, job, tmp_path, size):
+    killed_in_turn(job, tmp_path, size, "background", (4, 8, 9), {"KILLED_DEVICE": "cuda"})
+
+
+def killed_in_turn(job, tmp_path, size, mode, steps, environ):
     job(KILLED, tmp_path / "whole", "job", "0", "step", "0", mode, n=size, environ=environ).check()
     for step in steps:
         moment = MOMENTS[step % 3]
