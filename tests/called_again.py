@@ -53,6 +53,9 @@ class CalledAgain:
     def _state(self):
         parallel, board = self.engine.parallel, self.engine.capture.board
         arrays = [parallel.weights, parallel.arena.array, *self.engine.optimizer.state.values()]
+        arrays = [getattr(array, "array", array) for array in arrays]  # of a HeldArray
+        if parallel._replica._masters is not None:
+            arrays.append(parallel._replica._masters._wide)
         arrays += [buffer.data for buffer in parallel.buffers.values()]
         if parallel._replica.copies is not None:
             arrays.append(parallel._replica.copies)

@@ -19,6 +19,7 @@ from ..device import device_of, same_device
 from ..errors import CheckpointError
 from ..kernels import move
 from ..kernels.updates import UpdateKernels
+from .held import HeldArray, Ranges
 from .plan import Plan
 
 _MOST_GROUPS = 255
@@ -66,7 +67,8 @@ class Optimizer:
 
     Attributes:
         slots: names of the arrays that the rule keeps, one number a weight each.
-        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights.
+        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights. Where it was bound
+            to some ranges only, a :class:`~mpdp.optim.held.HeldArray` of these.
         updates: int64 NumPy array, how many updates each trainable parameter got.
     """
 
@@ -105,16 +107,20 @@ class Optimizer:
             *(self.weight_decay if g.weight_decay is None else float(g.weight_decay) for g in self.groups),
         )
 
-    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None) -> None:
+    def bind(
+        self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None, held: Ranges | None = None
+    ) -> None:
         """Attach the rule to the weights it updates, and allocate its state as zeros.
 
         **Local.** Binding again to the same weights does nothing.
 
         Args:
             layout: the map from names to ranges; its trainable zone comes first.
-            weights: flat floating array over ``layout.size``; updated in place.
+            weights: flat floating array over ``layout.size``, or a HeldArray over it; updated in place.
             kernels: the kernels of the weights' device.
             copy: flat array like ``weights`` in 16 bits, which takes the rounded new weights; or None.
+            held: ranges of the trainable zone that will be updated here, cut at spans, apart and in order; state is
+                kept for these alone. None for the whole zone.
 
         Raises:
             ValueError: bound to other weights before, or a group's pattern fits no parameter.
@@ -126,7 +132,7 @@ class Optimizer:
                 f"{type(self).__name__}: expected weights that it was bound to before, got others; "
                 "make one optimizer for each model, or call unbind() first"
             )
-        if weights.shape != (layout.size,):
+        if not isinstance(weights, HeldArray) and weights.shape != (layout.size,):
             raise ValueError(
                 f"weights: expected shape ({layout.size},), got {weights.shape}; pass the arena of this layout"
             )
@@ -141,7 +147,11 @@ class Optimizer:
                 )
         dtype = np.promote_types(weights.dtype, np.float32)  # 16-bit moments would underflow
         self._check_dtype(dtype)
-        self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        if held is None:
+            self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        else:
+            size = sum(stop - start for start, stop in held)
+            self.state = {slot: HeldArray(held, kernels.flat_zeros(size, dtype)) for slot in self.slots}
         self.updates = np.zeros(len(names), dtype=np.int64)
         self._common = 0
         self._names = tuple(names)
@@ -194,13 +204,23 @@ class Optimizer:
         if self._decay_column is None and len(self._decays) > 1:
             self._decay_column = self._kernels.column(np.array(self._decays), self._groups)
 
-    def apply_captured(self, gradient: Any, *, scale: Any, numbers: Any, when: Any, used: Any = None) -> None:
-        """Update all weights by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
+    def apply_captured(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        *,
+        scale: Any,
+        numbers: Any,
+        when: Any,
+        used: Any = None,
+    ) -> None:
+        """Update a range by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
 
         **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before.
 
         Args:
-            gradient: flat array over the trainable zone: sums over samples.
+            gradient, start, stop: as for :meth:`apply`.
             scale: 0-d float64 array, the factor on the gradient.
             numbers: float64 array on the device, with the contents of :meth:`numbers`.
             when: 0-d int64 array; nothing changes where it is 0.
@@ -208,7 +228,7 @@ class Optimizer:
         """
         block = self._layout.BLOCK
         numbers = numbers.reshape(-1, len(self._factors))
-        for first, last, group in self._plan.ranges(0, self._layout.trainable_size, used):
+        for first, last, group in self._plan.ranges(start, stop, used):
             if group is None:
                 of_block = self._groups[first // block : last // block]
                 values = [row[of_block] for row in numbers]
@@ -301,8 +321,12 @@ class Optimizer:
         return f"{type(self).__name__}({text}{', groups=...' if self.groups else ''})"
 
     def state_arrays(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``. **Local.**"""
-        return {**self.state, "updates": self.updates}
+        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``.
+
+        **Local.** Where the optimizer keeps the state of some ranges, the arrays are these one behind the other.
+        """
+        slots = {name: _memory(flat) for name, flat in self.state.items()}
+        return {**slots, "updates": self.updates}
 
     def load_state_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Copy a checkpoint's arrays into the state of a bound optimizer.
@@ -352,6 +376,11 @@ def non_negative(name: str, value: Any) -> float:
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}; correct it")
     return float(value)
+
+
+def _memory(flat: Any) -> Any:
+    """Return the array behind a slot."""
+    return flat.array if isinstance(flat, HeldArray) else flat
 
 
 def _shared(updates: np.ndarray) -> int | None:

@@ -75,6 +75,7 @@ class Capture:
         self.signals: tuple[int, ...] = ()
         self.count = 0
         self._loss: Any = None
+        self._shared: Any = None  # the layout that the board knows the owners of
         self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
         self._comm = parallel.comm
         self._kernels = kernels.for_device(parallel.world.device)
@@ -107,7 +108,9 @@ class Capture:
         self.recorder.make_room()
         try:
             if self.board is None:
+                self._shared = None
                 self.board = self._new_board()
+            self._share(self.board)
             self.optimizer.prepare_captured()
             if (
                 parallel.exponent not in self._seeds
@@ -142,11 +145,24 @@ class Capture:
         parallel = self.parallel
         numbers = self.optimizer.numbers(0.0)
         board = self._kernels.board(4 * self.accumulate, numbers.size, MOST_ARRAYS, _REPORTS)
+        self._share(board)
         board.prime(parallel.arena.array, parallel.layout.SPAN)
+        if board.parts is not None:
+            self._comm.all_reduce(board.parts, lane="urgent")
         if self._comm.size > 1:
             self._comm.all_reduce(board.record, lane="urgent")
             board.record.fill(0)
         return board
+
+    def _share(self, board: Board) -> None:
+        """Tell the board which spans of the gradient this rank has, once a layout. **Local.**"""
+        layout, held = self.parallel.layout, self.parallel.reducer.placement.held
+        if held is not None and layout is not self._shared:
+            self._shared = layout
+            own = np.zeros(layout.trainable_size // layout.SPAN, np.bool_)
+            for start, stop in held:
+                own[start // layout.SPAN : stop // layout.SPAN] = True
+            board.share(own, self._comm.rank, self._comm.size)
 
     def _record(self, part: Any, first: bool, last: bool, looks: bool) -> Captured:
         """Capture one micro-batch."""
@@ -233,10 +249,20 @@ class Capture:
         """Launch the decision and the optimizer."""
         parallel, board = self.parallel, self.board
         assert board is not None
-        gradient = parallel.arena.array
-        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
-        self.optimizer.apply_captured(
-            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used
+        replica, gradient, span = parallel._replica, parallel.arena.array, parallel.layout.SPAN
+        if board.parts is not None:
+            board.look(gradient, span)
+            self._comm.all_reduce(board.parts, lane="urgent")
+        board.decide(gradient, span, getattr(self._comm, "halt", 0), self._loss)
+        replica.update(
+            partial(
+                self.optimizer.apply_captured,
+                gradient,
+                scale=board.scale,
+                numbers=board.numbers,
+                when=board.apply,
+                used=self.used,
+            )
         )
 
 

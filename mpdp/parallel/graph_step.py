@@ -123,6 +123,10 @@ class GraphStep:
             if not module.static:
                 kind = type(module).__name__
                 return f"{name or 'the model'} ({kind}) does not declare that it is static; set static = True on it"
+        if self.parallel.reducer.placement.held is not None and not self._inside:
+            return (
+                f"optimizer state is divided between ranks, and {self._comm.transport} needs the host for it"
+            )
         if self.parallel.may_communicate and not self._inside:
             return (
                 f"the model exchanges statistics inside a step, and {self._comm.transport} needs the host for it; "
@@ -470,4 +474,4 @@ class GraphStep:
             raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")
         scale = parallel.loss_scale
         smallest = None if scale is None else scale.smallest
-        non_finite.raise_gradient_at(parallel.layout, report.bad, report.step, smallest)
+        non_finite.raise_gradient(parallel.layout, report.bad, report.step, smallest)

@@ -97,7 +97,8 @@ def _differences(trainer: Trainer, state: dict[str, Any]) -> list[str]:
         problems += [f"missing {kind} {name}" for name in tensors if name not in stored]
         problems += [f"unexpected {kind} {name}" for name in stored if name not in tensors]
         for name, tensor in tensors.items():
-            mine = [list(tensor.shape), str(tensor.dtype)]
+            dtype = trainer.parallel.precision.master if kind == "parameter" else tensor.dtype
+            mine = [list(tensor.shape), str(dtype)]
             if name in stored and stored[name][:2] != mine:
                 problems.append(
                     f"{kind} {name} is {stored[name][1]}{stored[name][0]} there, {mine[1]}{mine[0]} here"
@@ -173,19 +174,18 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
     on_device = kernels.for_device(trainer.world.device)
+    whole: dict[str, np.ndarray | None] = dict.fromkeys(snapshot.flats(trainer))
     if tensors is not None:
-        for name, parameter in parallel.parameters.items():
-            parameter.data[...] = on_device.from_host(tensors[f"weights/{name}"])
+        for kind, flat in snapshot.flats(trainer).items():
+            full = whole[kind] = np.zeros(
+                layout.size if kind == "weights" else layout.trainable_size, flat.dtype
+            )
+            for entry in layout.entries if kind == "weights" else layout.trainable:
+                layout.view(full, entry.name)[...] = tensors[f"{kind}/{entry.name}"]
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = on_device.from_host(tensors[f"buffers/{name}"])
-    parallel.broadcast()
-    for kind, flat in snapshot.flats(trainer).items():
-        for entry in layout.trainable if kind != "weights" else ():
-            values = on_device.xp.empty(entry.stop - entry.start, flat.dtype)
-            if tensors is not None:
-                values[...] = on_device.from_host(tensors[f"{kind}/{entry.name}"].reshape(-1))
-            comm.broadcast(values)
-            snapshot.put(flat, entry.start, values)
+    slots = {name.removeprefix("optimizer/"): full for name, full in whole.items() if name != "weights"}
+    parallel.load(whole["weights"], slots)
     state = unpack(state, _small_arrays(comm, tensors))
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})

@@ -44,6 +44,7 @@ class Saves:
         self._trainer = trainer
         self._job: Job | None = None
         self._settled = False  # all ranks know that the job is done or has failed
+        self._said = False
 
     @property
     def under_way(self) -> bool:
@@ -70,16 +71,16 @@ class Saves:
         opened = on_root(comm, self._open)
         text = None if opened is None else os.fsencode(f"{opened[2]}\0{opened[0]}\0{opened[1]}")
         serial, temporary, final = os.fsdecode(comm.broadcast_bytes(text)).split("\0")
-        job: Job | None = None
-
-        def take() -> Job:
-            slices = snapshot.tensors(trainer, copy=not wait)
-            return Job(trainer, Path(temporary), Path(final), int(serial), slices, arrays, state)
-
+        collect = snapshot.in_parts(trainer) and not self._all_see(Path(temporary))
         try:
+            slices = snapshot.tensors(trainer, copy=not wait, collect=True) if collect else None
+
+            def take() -> Job:
+                mine = snapshot.tensors(trainer, copy=not wait) if slices is None else slices
+                return Job(trainer, Path(temporary), Path(final), int(serial), mine, arrays, state)
+
             job = together(comm, take)
-            job.writers = int(comm_sum(comm, job.writes))
-            together(comm, job.check_folder)
+            job.writers = _ranks_that(comm, job.writes)
         except BaseException:
             if comm.rank == 0:
                 checkpoint.discard(Path(temporary))
@@ -103,6 +104,17 @@ class Saves:
                 f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
             ) from error
         return checkpoint.begin(root, self._trainer.step_count)
+
+    def _all_see(self, folder: Path) -> bool:
+        """Return whether every rank sees a folder of rank 0, and can so write a part there. **Collective.**"""
+        blind = _ranks_that(self._trainer.world.axis("data"), not folder.is_dir())
+        if blind and not self._said:
+            self._said = True
+            self._trainer.world.log(
+                "info",
+                f"save: {blind} ranks do not see the run's folder: rank 0 collects what they hold and writes all",
+            )
+        return blind == 0
 
     def look(self, stop: bool) -> bool:
         """Find out with all ranks what has become of the save under way; return whether one asks to stop.
@@ -196,14 +208,6 @@ class Job:
     def over(self) -> bool:
         """Whether this rank knows that the job is done or has failed. **Local.**"""
         return self.part_error is not None or (self.rank == 0 and self._done.is_set())
-
-    def check_folder(self) -> None:
-        """Refuse a part of this rank that the manifest could not name: its node has to see the folder. **Local.**"""
-        if self.writes and not self.temporary.is_dir():
-            raise CheckpointError(
-                f"checkpoint: expected a run_dir that every rank sees, which holds a part of the state, got "
-                f"{self.temporary.parent} missing; choose a folder that all nodes share"
-            )
 
     def start(self) -> None:
         """Write in a thread; a program that ends waits for it. **Local.**"""
@@ -310,6 +314,6 @@ class Job:
             guard.current.fail_at_exit(error)
 
 
-def comm_sum(comm: Any, flag: bool) -> float:
+def _ranks_that(comm: Any, flag: bool) -> int:
     """Return on how many ranks a flag holds. **Collective.**"""
-    return float(comm.reduce_numbers([0], [float(flag)])[1][0])
+    return int(comm.reduce_numbers([0], [float(flag)])[1][0])

@@ -15,6 +15,7 @@ import numpy as np
 from .. import kernels
 from ..comm.agreement import agree
 from ..nn.models import describe_model
+from ..optim.held import HeldArray
 from . import arguments
 from .calling import told
 from .checkpoint import Slice
@@ -26,53 +27,86 @@ if TYPE_CHECKING:
 
 
 def flats(trainer: Trainer) -> dict[str, Any]:
-    """Return what lies over the trainable zone of the layout and belongs to the run's state, by its name. **Local.**"""
+    """Return what lies over the trainable zone of the layout and belongs to the run's state, by its name.
+
+    **Local.** Arrays, or a HeldArray of the ranges that this rank has.
+    """
     optimizer = {f"optimizer/{slot}": flat for slot, flat in trainer.optimizer.state.items()}
-    return {"weights": trainer.parallel.weights[: trainer.parallel.layout.trainable_size], **optimizer}
+    return {"weights": trainer.parallel.weights, **optimizer}
+
+
+def in_parts(trainer: Trainer) -> bool:
+    """Return whether ranks hold parts of the state; the same on all ranks. **Local.**"""
+    return trainer.parallel._replica.placement.held is not None
 
 
 def written_ranges(trainer: Trainer) -> list[tuple[int, int]]:
     """Return the ranges of the trainable zone whose :func:`flats` this rank writes; those of all ranks cover it once.
 
-    **Local.** With equal replicas rank 0 writes all.
+    **Local.** Each rank writes what it updates; of equal replicas rank 0 writes all.
     """
-    rank = trainer.world.axis("data").rank
-    return [(0, trainer.parallel.layout.trainable_size)] if rank == 0 else []
+    held = trainer.parallel._replica.placement.held
+    if held is None:
+        rank = trainer.world.axis("data").rank
+        return [(0, trainer.parallel.layout.trainable_size)] if rank == 0 else []
+    joined: list[tuple[int, int]] = []
+    for start, stop in held:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
 
 
-def put(flat: Any, start: int, values: Any) -> None:
-    """Write the part of ``values``, from element ``start`` of the index space on, that this rank holds. **Local.**"""
-    flat[start : start + len(values)] = values
-
-
-def tensors(trainer: Trainer, copy: bool) -> list[Slice]:
+def tensors(trainer: Trainer, copy: bool, collect: bool = False) -> list[Slice]:
     """Return what this rank writes, in host memory.
 
-    **Local.** One pass over the memory.
+    **Local**, or **Collective** with ``collect``. One pass over the memory.
 
     Args:
         trainer: whose state.
         copy: take a copy that later updates do not change; else only a GPU's arrays are copied.
+        collect: rank 0 writes all, also what other ranks hold.
     """
     parallel = trainer.parallel
-    layout = parallel.layout
+    layout, rank = parallel.layout, trainer.world.axis("data").rank
     found: list[Slice] = []
-    ranges = written_ranges(trainer)
-    for kind, flat in flats(trainer).items():
-        for start, stop in ranges:
-            found += cut(layout, kind, start, _on_host(flat[start:stop], copy))
-    if trainer.world.axis("data").rank == 0:
+    if collect:
+        weights, slots = parallel.collect()
+        if weights is None:
+            return []
+        for kind, full in {
+            "weights": weights,
+            **{f"optimizer/{name}": slots[name] for name in slots},
+        }.items():
+            assert full is not None
+            found += cut(layout, kind, 0, _on_host(full, copy))
+    else:
         for kind, flat in flats(trainer).items():
-            nothing = np.empty(0, np.dtype(str(flat.dtype)))
-            empty = [entry for entry in layout.trainable if entry.start == entry.stop]
-            found += [Slice(f"{kind}/{entry.name}", entry.shape, 0, nothing) for entry in empty]
-        for entry in layout.entries[len(layout.trainable) :]:
+            for start, stop in written_ranges(trainer):
+                found += cut(layout, kind, start, _on_host(_part(flat, start, stop), copy))
+    if rank:
+        return found
+    for kind, flat in flats(trainer).items():
+        nothing = np.empty(0, np.dtype(str(flat.dtype)))
+        empty = [entry for entry in layout.trainable if entry.start == entry.stop]
+        found += [Slice(f"{kind}/{entry.name}", entry.shape, 0, nothing) for entry in empty]
+    done = {piece.name for piece in found}
+    for entry in layout.entries[len(layout.trainable) :]:
+        if f"weights/{entry.name}" not in done:
             array = _on_host(parallel.weights[entry.start : entry.stop], copy)
             found.append(Slice(f"weights/{entry.name}", entry.shape, 0, array))
-        for name, buffer in parallel.buffers.items():
-            array = _on_host(buffer.data, copy)
-            found.append(Slice(f"buffers/{name}", array.shape, 0, array))
+    for name, buffer in parallel.buffers.items():
+        array = _on_host(buffer.data, copy)
+        found.append(Slice(f"buffers/{name}", array.shape, 0, array))
     return found
+
+
+def _part(flat: Any, start: int, stop: int) -> Any:
+    """Return elements of an array, or of a HeldArray, whose ranges lie one behind the other in its memory."""
+    if not isinstance(flat, HeldArray):
+        return flat[start:stop]
+    place = sum(last - first for first, last in flat.ranges if last <= start)
+    return flat.array[place : place + stop - start]
 
 
 def cut(layout: Layout, kind: str, start: int, part: np.ndarray) -> list[Slice]:
@@ -119,7 +153,7 @@ def state(trainer: Trainer) -> tuple[dict[str, Any], list[Slice]]:
             entry.name: int(count) for entry, count in zip(parallel.layout.trainable, optimizer.updates)
         },
         "parameters": {
-            name: [list(p.shape), str(p.dtype), bool(p.requires_grad)]
+            name: [list(p.shape), str(parallel.precision.master), bool(p.requires_grad)]
             for name, p in parallel.parameters.items()
         },
         "buffers": {name: [list(b.shape), str(b.dtype)] for name, b in parallel.buffers.items()},

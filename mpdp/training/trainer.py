@@ -56,7 +56,8 @@ class Trainer(RunFiles):
             backward run in 16 bits.
         reduce_dtype: dtype of the gradient buffer (default: that of the weights, so float32 under 16 bits).
         loss_scale: an ``optim.LossScale`` with other numbers than the default ones, for ``"float16"`` only.
-        placement: where optimizer state lives; ``"replicated"``.
+        placement: where optimizer state lives: ``"replicated"`` (N identical optimizers), ``"root"`` (one, on rank 0)
+            or ``"sharded"`` (each rank updates 1/N); see ``docs/placements.md``.
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
@@ -158,7 +159,7 @@ class Trainer(RunFiles):
         self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
-            chunk_bytes=chunk_bytes, seed=self.seed,
+            placement=placement, chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)

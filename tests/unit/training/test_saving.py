@@ -12,7 +12,7 @@ import mpdp
 import mpdp.threads
 from mpdp import data, nn, optim
 from mpdp.errors import CheckpointError
-from mpdp.training import checkpoint, snapshot
+from mpdp.training import checkpoint, saving, snapshot
 
 N, BATCH = 12, 4
 X = np.random.default_rng(0).standard_normal((N, 4)).astype("float32")
@@ -240,19 +240,27 @@ def test_a_part_that_one_rank_cannot_write_is_an_error_on_all(tmp_path, monkeypa
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_parts_need_a_folder_that_all_writers_see(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "written_ranges", split)
+def test_rank_0_writes_all_where_others_do_not_see_the_folder(tmp_path, monkeypatch, capfd):
+    own = saving.Saves._all_see
+    monkeypatch.setattr(
+        saving.Saves, "_all_see",
+        lambda self, folder: own(self, folder if mpdp.init().rank == 0 else folder / "not mounted here"),
+    )  # fmt: skip
 
     def rank():
-        here = tmp_path / ("shared" if mpdp.init().rank != 1 else "elsewhere")
-        t = trainer(tmp_path / "shared")
-        t.step((X[:4], Y[:4]))
-        if here.name == "elsewhere":
-            monkeypatch.setattr(type(here), "is_dir", lambda path: False)
-        with pytest.raises(CheckpointError, match=r"expected a run_dir that every rank sees"):
-            t.save()
+        t = trainer(tmp_path, wide(), placement="sharded")
+        for _ in range(2):
+            t.step((np.ones((2, 40), "float32"), np.zeros(2, int)))
+            path = t.save(wait=False)
+        t.saves.finish()
+        return path, t.parallel.weights.tobytes()
 
-    mpdp.threads.run(rank, 2)
+    results = mpdp.threads.run(rank, 3)
+    path = results[0][0]
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "part-00000.safetensors"]
+    assert capfd.readouterr().err.count("save: 2 ranks do not see the run's folder: rank 0 collects") == 1
+    other = trainer(tmp_path, wide())
+    assert other.resume(path) and other.parallel.weights.tobytes() == results[0][1]
 
 
 class Scores:
