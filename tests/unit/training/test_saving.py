@@ -214,6 +214,43 @@ def test_any_rank_may_write_a_part(tmp_path, monkeypatch, wait):
     assert other.resume() and everything(other) == results[0][1]
 
 
+def large(precision):
+    model = nn.Sequential(nn.Linear(40, 400), nn.ReLU(), nn.Linear(400, 3), nn.BatchNorm1d(3))
+    model[0].bias.requires_grad = False
+    return model
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("placement", "other"), [("sharded", "replicated"), ("root", "sharded"), ("replicated", "sharded")]
+)
+def test_what_one_placement_saves_another_takes_up(tmp_path, placement, other, precision):
+    def rank(where, size, resume):
+        def run():
+            t = trainer(
+                where, large(precision), placement=placement if not resume else other, precision=precision
+            )
+            if resume:
+                assert t.resume(resume)
+            else:
+                for i in range(3):
+                    t.step((np.full((2, 40), i, "float32"), np.arange(2)))
+            path = t.save(wait=resume is None)
+            t.saves.finish()
+            return path, t.model.state_dict(), len(snapshot.written_ranges(t))
+
+        return mpdp.threads.run(run, size)
+
+    first = rank(tmp_path / "first", 3, None)
+    again = rank(tmp_path / "again", 2, first[0][0])
+    a, b = (checkpoint.load(checkpoint.read(results[0][0])) for results in (first, again))
+    assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+    parts = {piece.file for piece in checkpoint.read(first[0][0]).pieces}
+    assert len(parts) == (3 if placement == "sharded" else 1)
+    if precision == "float32":
+        assert all(np.array_equal(a[f"weights/{name}"], first[2][1][name]) for name in ("0.weight", "2.bias"))
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_part_that_one_rank_cannot_write_is_an_error_on_all(tmp_path, monkeypatch, wait):
     monkeypatch.setattr(snapshot, "written_ranges", split)
