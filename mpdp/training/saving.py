@@ -194,7 +194,7 @@ class Job:
         self._commit_error: BaseException | None = None
         self._given_up = threading.Event()
         self._slices = [*slices, *arrays] if self.rank == 0 else list(slices)
-        self.writes = bool(self._slices)
+        self.writes = self.rank == 0 or bool(self._slices)
         self._state = state if self.rank == 0 else {}
         self._metrics = snapshot.metrics(trainer)
         self._pieces: list[Piece] = []
@@ -281,7 +281,7 @@ class Job:
         deadline = math.inf if self._thread is not None else time.monotonic() + self._patience
         while True:
             files = sorted(self.temporary.glob("part-*.json"))
-            if len(files) == self.writers - 1:
+            if len(files) >= self.writers - 1:
                 break
             if self._given_up.wait(_LOOK_SECONDS) or time.monotonic() > deadline:
                 raise CheckpointError(

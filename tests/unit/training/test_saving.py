@@ -252,6 +252,22 @@ def test_what_one_placement_saves_another_takes_up(tmp_path, placement, other, p
 
 
 @pytest.mark.parametrize("wait", [True, False])
+def test_rank_0_may_have_nothing_to_write(tmp_path, wait):
+    def rank():
+        t = trainer(tmp_path, nn.Linear(2000, 3, bias=False), placement="sharded")  # two spans, three ranks
+        path = t.save(wait=wait)
+        t.saves.finish()
+        return path, snapshot.written_ranges(t)
+
+    results = mpdp.threads.run(rank, 3)
+    assert results[0][1] == []
+    found = checkpoint.load(checkpoint.read(results[0][0]))
+    assert np.array_equal(
+        found["weights/weight"], trainer(None, nn.Linear(2000, 3, bias=False)).model.weight.data
+    )
+
+
+@pytest.mark.parametrize("wait", [True, False])
 def test_a_part_that_one_rank_cannot_write_is_an_error_on_all(tmp_path, monkeypatch, wait):
     monkeypatch.setattr(snapshot, "written_ranges", split)
     own = checkpoint.save_file
