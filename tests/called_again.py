@@ -54,6 +54,8 @@ class CalledAgain:
         parallel, board = self.engine.parallel, self.engine.capture.board
         arrays = [parallel.weights, parallel.arena.array, *self.engine.optimizer.state.values()]
         arrays += [buffer.data for buffer in parallel.buffers.values()]
+        if parallel._replica.average is not None:
+            arrays.append(parallel._replica.average.array)
         if parallel._replica.copies is not None:
             arrays.append(parallel._replica.copies)
         return [*arrays, board.words, board._reports]

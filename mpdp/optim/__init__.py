@@ -3,15 +3,18 @@
 An optimizer sees weights and gradients as flat arrays over a layout and never asks where its state
 lives or who reduced the gradient. Read next: ``optimizer`` (the interface), ``groups``, ``sgd``, ``adam``,
 ``lion`` and ``lamb`` (the rules), ``plan`` (which range takes which values), ``segments`` (whose norms are
-summed where), ``schedules``, ``loss_scale``.
+summed where), ``average``, ``schedules``, ``compositions``, ``plateau``, ``loss_scale``.
 """
 
 from .adam import Adam, AdamW
+from .average import WeightAverage
+from .compositions import Product, Sequential, Warmup
 from .groups import Group
 from .lamb import LAMB
 from .lion import Lion
 from .loss_scale import LossScale
 from .optimizer import Optimizer
+from .plateau import ReduceOnPlateau
 from .schedules import Schedule, StepLR, WarmupCosine, WarmupLinear, constant
 from .sgd import SGD
 
@@ -24,9 +27,14 @@ __all__ = [
     "Lion",
     "LossScale",
     "Optimizer",
+    "Product",
+    "ReduceOnPlateau",
     "Schedule",
+    "Sequential",
     "StepLR",
+    "Warmup",
     "WarmupCosine",
     "WarmupLinear",
+    "WeightAverage",
     "constant",
 ]

@@ -6,7 +6,6 @@ next: ``parallel/replica.py``, which holds it, and ``kernels/rules.py`` for the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ class WeightAverage:
         decay: as given.
         array: the average over the whole layout, frozen parameters included, in the weights' dtype; where
             :attr:`swapped`, the weights.
-        started: whether it holds an average yet; before, it follows the weights.
+        started: whether it holds an average yet; before, that is the weights.
         swapped: the weights' memory holds the average now.
 
     Source: Polyak, Juditsky, "Acceleration of stochastic approximation by averaging" (1992), with the exponential
@@ -54,7 +53,7 @@ class WeightAverage:
         self._scratch: Any = None
 
     def bind(self, weights: Any, kernels: UpdateKernels) -> None:
-        """Attach it to flat weights; it then follows them until :meth:`start`."""
+        """Attach it to flat weights, from which it will :meth:`start`."""
         self._weights, self._kernels = weights, kernels
         self.array = kernels.flat_zeros(weights.size, weights.dtype)
         self._scratch = kernels.update_scratch(weights.dtype)
@@ -89,13 +88,17 @@ class WeightAverage:
         assert self.started and not self.swapped
         stop = self.array.size if stop is None else stop
         self._kernels.average(
-            self.array[start:stop], self._weights[start:stop], decay=self.decay, scratch=self._scratch, when=when
+            self.array[start:stop],
+            self._weights[start:stop],
+            decay=self.decay,
+            scratch=self._scratch,
+            when=when,
         )
 
     def swap(self) -> None:
         """Exchange the weights and the average in place; doing so twice gives back the same bits."""
         if not self.started:
-            return
+            self.start()
         for first in range(0, self.array.size, _SWAPPED):
             part = slice(first, min(first + _SWAPPED, self.array.size))
             held = self.array[part].copy()
@@ -107,7 +110,3 @@ class WeightAverage:
     def scratch_bytes(self) -> int:
         """Working memory of the update."""
         return int(getattr(self._scratch, "nbytes", 0))
-
-    def window(self) -> float:
-        """Return the number of updates that it averages over, about: 1 / (1 - decay)."""
-        return 1.0 / max(1.0 - self.decay, math.ulp(1.0))

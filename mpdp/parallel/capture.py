@@ -47,6 +47,7 @@ class Capture:
         accumulate: micro-batches of an update.
         recorder: turns launches into graphs.
         inside: chunks are reduced inside of the graph, not by the host behind it.
+        clip_value: see :class:`mpdp.Trainer`.
 
     Attributes:
         board: what the graphs read; None before the first capture, and after it has halted.
@@ -65,9 +66,11 @@ class Capture:
         accumulate: int,
         recorder: Any,
         inside: bool,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel, self.loss_function, self.optimizer = parallel, loss_function, optimizer
         self.accumulate, self.recorder, self.inside = accumulate, recorder, inside
+        self.clip_value = clip_value
         self.board: Board | None = None
         self.graphs: dict[Any, Captured] = {}
         self.finish: Any = None
@@ -109,6 +112,7 @@ class Capture:
             if self.board is None:
                 self.board = self._new_board()
             self.optimizer.prepare_captured()
+            parallel._replica.start_average()
             if (
                 parallel.exponent not in self._seeds
             ):  # a constant in memory saves the launch that would write it
@@ -236,8 +240,10 @@ class Capture:
         gradient = parallel.arena.array
         board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
         self.optimizer.apply_captured(
-            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used
-        )
+            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used,
+            clip_value=self.clip_value,
+        )  # fmt: skip
+        parallel._replica.move_average(board.apply)
 
 
 def nothing() -> None:

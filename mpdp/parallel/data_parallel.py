@@ -7,8 +7,8 @@ optimizer divides by the global count. So shares of any size, also empty ones, a
 
 from __future__ import annotations
 
-import copy
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,17 @@ from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
 from ..comm.agreement import compare, together
 from ..errors import DisagreementError, on_all_ranks
 from ..nn import Module
-from ..optim import LossScale, Optimizer
+from ..optim import LossScale, Optimizer, WeightAverage
 from ..world import World, init
 from . import non_finite
 from .arena import GradientArena
+from .averaging import averaged, refuse_averaged
 from .collectives import AxisPeers, average_buffers
-from .forms import check_rate, leading_length, split_loss
+from .forms import check_clip, check_rate, leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
-from .precision import Precision
+from .precision import Precision, loss_scale_of
 from .record import Kind, exchange
 from .reducer import Reducer
 from .replica import Replica
@@ -99,7 +100,7 @@ class DataParallel:
         compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
         self._replica = Replica(model, self.world.device, self.comm, precision, reduce_dtype, chunk_bytes)
         self.precision: Precision = self._replica.precision
-        self.loss_scale = together(self.comm, lambda: _loss_scale(self.precision, loss_scale))
+        self.loss_scale = together(self.comm, lambda: loss_scale_of(self.precision, loss_scale))
         settings = {} if self.loss_scale is None else self.loss_scale.describe() | self.loss_scale.state()
         compare(self.comm, "loss_scale", {name: repr(value) for name, value in settings.items()})
         self._memory = MemoryUse()
@@ -178,6 +179,14 @@ class DataParallel:
         """Give the optimizer its place over the layout; the first call allocates its state. **Local.**"""
         self._replica.bind_optimizer(optimizer)
 
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the weights, of :class:`optim.WeightAverage`, from the next update on. **Local.**"""
+        self._replica.keep_average(WeightAverage(decay))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights; there is no update inside. **Local.**"""
+        return averaged(self._replica)
+
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on.
 
@@ -193,6 +202,7 @@ class DataParallel:
         self._train_only(dict.fromkeys(names, True))
 
     def _train_only(self, flags: dict[str, bool]) -> None:
+        refuse_averaged(self._replica, "freeze or thaw")
         exchange(self.comm, Kind.FREEZE, self.step_count)
         self._replica.train_only(flags)
         self._plans.forget()
@@ -381,7 +391,14 @@ class DataParallel:
         self.comm.all_reduce(flags, op="max", lane="urgent")
         return flags.astype(bool)
 
-    def step(self, optimizer: Optimizer, *, lr: float | None = None, clip_norm: float | None = None) -> float:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> float:
         """Update the weights from the reduced gradients.
 
         **Local**, with the same arguments on every rank: every replica computes the same bits.
@@ -390,6 +407,7 @@ class DataParallel:
             optimizer: an optimizer of ``optim``; always the same one.
             lr: the learning rate of this update (default: the optimizer's).
             clip_norm: scale the averaged gradient by ``min(1, clip_norm / (norm + 1e-6))``.
+            clip_value: then cut its elements to [-clip_value, clip_value].
 
         Under float16 an update whose reduced gradient is not finite is skipped, on every rank alike, and the loss scale
         falls; the step counts as finished (``loss_scale.skipped`` counts them).
@@ -411,8 +429,8 @@ class DataParallel:
         self.bind_optimizer(optimizer)
         lr = optimizer.lr if lr is None else lr
         check_rate(lr, self.step_count)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm: expected a number above 0, got {clip_norm}; None does not clip")
+        check_clip(clip_norm=clip_norm, clip_value=clip_value)
+        self._replica.start_average()
         count, loss_sum = self._agreed
         gradient = self.arena.array
         kernel = self._kernels
@@ -430,8 +448,10 @@ class DataParallel:
                     scale=scale,
                     lr=lr,
                     used=self._used,
+                    clip_value=clip_value,
                 )
                 optimizer.finish_update(self._used)
+                self._replica.move_average()
         finally:
             self._replica.binding.update += 1
             stop = self.stop_agreed
@@ -478,16 +498,3 @@ class DataParallel:
         exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
         state = {} if self.loss_scale is None else self.loss_scale.state()
         self._replica.check(self.step_count, {f"loss scale ({k})": np.float64(v) for k, v in state.items()})
-
-
-def _loss_scale(precision: Precision, given: LossScale | None) -> LossScale | None:
-    """Return the loss scale of a precision: the one that was given, a default one, or None."""
-    if given is not None and not isinstance(given, LossScale):
-        raise TypeError(f"loss_scale: expected an optim.LossScale, got {type(given).__name__}; leave it out")
-    if given is not None and not precision.scaled:
-        raise ValueError(
-            f'loss_scale: expected None with precision="{precision.name}", got one; only "float16" needs it'
-        )
-    if given is None:
-        return LossScale() if precision.scaled else None
-    return copy.copy(given)  # it changes while this model trains

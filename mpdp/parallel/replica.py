@@ -18,8 +18,9 @@ from ..comm.base import Communicator
 from ..device import Device
 from ..errors import DisagreementError
 from ..nn import Module
-from ..optim import Optimizer
+from ..optim import Optimizer, WeightAverage
 from .arena import Arena, GradientArena
+from .averaging import refuse_averaged
 from .layout import Layout
 from .precision import Precision, reduced_dtype
 from .reducer import Reducer
@@ -57,6 +58,7 @@ class Replica:
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
         optimizer: the one whose state belongs to the replica, or None.
+        average: the moving average of its weights, or None.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Replica:
         self.device = device
         self.comm = comm
         self.optimizer: Optimizer | None = None
+        self.average: WeightAverage | None = None
         self._chunk_bytes = chunk_bytes
         together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
@@ -165,6 +168,8 @@ class Replica:
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
         self.comm.broadcast(self.weights, root=root)
+        if self.average is not None and self.average.started:
+            self.comm.broadcast(self.average.array, root=root)
         self.refresh()
         for buffer in self.buffers.values():
             flat = kernels.of(buffer.data).xp.ascontiguousarray(buffer.data).reshape(-1)
@@ -183,9 +188,14 @@ class Replica:
         together(self.comm, lambda: self._check_names(flags))
         compare(self.comm, "freeze or thaw", dict(sorted(flags.items())))
         old_layout = self.layout
+        old_average = None if self.average is None or not self.average.started else self.average.array
         for name, flag in flags.items():
             self.parameters[name].requires_grad = flag
         self._build(old_layout.generation + 1)
+        if self.average is not None:
+            self.keep_average(self.average)
+            if old_average is not None:
+                self.load_average({name: old_layout.view(old_average, name) for name in self.parameters})
         if self.optimizer is not None:
             self._move_optimizer(self.optimizer, old_layout)
 
@@ -211,6 +221,28 @@ class Replica:
             )
         optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
         self.optimizer = optimizer
+
+    def keep_average(self, average: WeightAverage) -> None:
+        """Keep a moving average of the weights from the next update on. **Local.**"""
+        average.bind(self.weights, kernels.for_device(self.device))
+        self.average = average
+
+    def load_average(self, values: Mapping[str, Any]) -> None:
+        """Take up the average of parameters: name to array on the device. **Local.**"""
+        if self.average is not None:
+            views = {name: self.layout.view(self.average.array, name) for name in self.parameters}
+            self.average.load(values, views)
+
+    def start_average(self) -> None:
+        """Let the average begin, where there is one, before an update. **Local.**"""
+        refuse_averaged(self, "step")
+        if self.average is not None:
+            self.average.start()
+
+    def move_average(self, when: Any = None) -> None:
+        """Move the average, where there is one, towards the updated weights; see ``WeightAverage``. **Local.**"""
+        if self.average is not None:
+            self.average.update(when=when)
 
     def _move_optimizer(self, optimizer: Optimizer, old_layout: Layout) -> None:
         """Bind the optimizer to the new layout, with the state of the parameters that are trained in both."""
@@ -240,6 +272,8 @@ class Replica:
             flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
         arrays |= beside
+        if self.average is not None and self.average.started:
+            flats["average"] = self.average.array
         if self.optimizer is not None:
             flats |= self.optimizer.state
             arrays["update counts"] = self.optimizer.updates

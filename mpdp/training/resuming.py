@@ -18,6 +18,7 @@ from .. import kernels
 from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
+from ..optim import Schedule
 from ..parallel.record import Kind, exchange
 from . import arguments, checkpoint
 from .position import Position
@@ -83,6 +84,10 @@ def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
             tensors[f"optimizer/{slot}/{entry.name}"] = host(parallel.layout.view(flat, entry.name))
     for name, buffer in parallel.buffers.items():
         tensors[f"buffers/{name}"] = host(buffer.data)
+    average = parallel._replica.average
+    if average is not None and average.started:
+        for name in parallel.parameters:
+            tensors[f"average/{name}"] = host(parallel.layout.view(average.array, name))
     return tensors
 
 
@@ -96,6 +101,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "exponent": parallel.exponent,
         "precision": trainer.precision,
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
+        "average": parallel._replica.average is not None and parallel._replica.average.started,
+        "schedule": trainer.schedule.state() if isinstance(trainer.schedule, Schedule) else None,
         "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
@@ -164,6 +171,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
                 layout.view(flat, entry.name)[...] = there(tensors[f"optimizer/{slot}/{entry.name}"])
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
+    _restore_average(trainer, bool(state.get("average")), tensors)
     parallel.broadcast()
     for flat in optimizer.state.values():
         comm.broadcast(flat)
@@ -173,6 +181,8 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
     parallel.exponent = state["exponent"]
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
+    if isinstance(trainer.schedule, Schedule):
+        trainer.schedule.load_state(state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
         kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
@@ -183,3 +193,23 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
             f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
         )
     trainer.position = Position(**state["position"])
+
+
+def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:
+    """Take up the average of weights, read on rank 0, for the broadcast that follows. **Local.**"""
+    replica = trainer.parallel._replica
+    if replica.average is None:
+        if held:
+            trainer.world.log(
+                "info", "resume: the checkpoint's average of weights is left out; ema= would take it"
+            )
+        return
+    replica.average.started = False
+    if not held:
+        trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
+        return
+    there = kernels.for_device(trainer.world.device).from_host
+    values = (
+        {} if tensors is None else {n: there(tensors[f"average/{n}"]) for n in trainer.parallel.parameters}
+    )
+    replica.load_average(values)
