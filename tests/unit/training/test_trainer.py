@@ -47,6 +47,9 @@ def kind(output, target):
         ({"accumulate": 0}, ValueError, r"accumulate: expected an integer of 1 or more, got 0"),
         ({"accumulate": 1.5}, ValueError, r"accumulate: expected an integer of 1 or more, got 1.5"),
         ({"clip_norm": 0}, ValueError, r"clip_norm: expected a number above 0, or None, got 0"),
+        ({"clip_value": -1.0}, ValueError, r"clip_value: expected a number above 0, or None, got -1.0"),
+        ({"ema": 1.0}, ValueError, r"ema: expected a number between 0 and 1, got 1.0; 0.999 is usual"),
+        ({"ema": "0.9"}, TypeError, r"ema: expected a number between 0 and 1, got '0.9'"),
         ({"save_every": 5}, ValueError, r"save_every: expected a run_dir to save in, got 5 without one"),
         (
             {"save_every": 0, "run_dir": "x"},
