@@ -107,11 +107,12 @@ class CudaUpdates(CudaBase):
         return out
 
     def squared_norm(self, x: Any, span: int = 4096) -> Any:
-        spans, out = self.sum_of_squares(x, span), self.xp.empty((), np.float64)
+        return self.total(self.sum_of_squares(x, span))
+
+    def total(self, sums: Any) -> Any:
+        out = self.xp.empty((), np.float64)
         built = types(np.float64, np.float64)
-        self.launch(
-            "spans", "total", built, 1, THREADS, spans, out, spans.size
-        )  # as `decide` of step.cu adds
+        self.launch("spans", "total", built, 1, THREADS, sums, out, sums.size)  # as `decide` of step.cu adds
         return out
 
     def checksum(self, array: Any) -> int:

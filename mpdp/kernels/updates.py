@@ -181,6 +181,10 @@ class UpdateKernels:
         """Return the float64 sum of :meth:`sum_of_squares` in a fixed order: a float, or on a GPU a 0-d array."""
         raise NotImplementedError
 
+    def total(self, sums: Any) -> Any:
+        """Return the sum of span sums, in the order in which :meth:`squared_norm` adds them. **Local.**"""
+        raise NotImplementedError
+
     def checksum(self, array: Any) -> int:
         """Return a checksum of the bytes of an array: equal bytes in equal order give equal numbers.
 
@@ -377,7 +381,10 @@ class CpuUpdates(UpdateKernels):
         return out
 
     def squared_norm(self, x: Any, span: int = 4096) -> float:
-        return float(self.sum_of_squares(x, span).sum())
+        return self.total(self.sum_of_squares(x, span))
+
+    def total(self, sums: np.ndarray) -> float:
+        return float(sums.sum())
 
     def checksum(self, array: Any) -> int:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

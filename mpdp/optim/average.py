@@ -1,17 +1,17 @@
 """WeightAverage: a moving average of the weights beside them, for evaluation.
 
-It sees weights as a flat array over a layout, range by range, and knows neither ranks nor who owns which range. Read
-next: ``parallel/replica.py``, which holds it, and ``kernels/rules.py`` for the arithmetic.
+It sees weights as a flat array over a layout, or some ranges of one, and knows neither ranks nor who owns which range.
+Read next: ``parallel/averaging.py``, which keeps it, and ``kernels/rules.py`` for the arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..kernels.updates import UpdateKernels
+from .held import HeldArray
 
 _SWAPPED = 1 << 22  # elements exchanged at once: 16 MiB of float32 beside the arrays
 
@@ -31,7 +31,7 @@ class WeightAverage:
 
     Attributes:
         decay: as given.
-        array: the average over the whole layout, frozen parameters included, in the weights' dtype; where
+        array: the average of all weights that it was bound to, frozen parameters included, in their dtype; where
             :attr:`swapped`, the weights.
         started: whether it holds an average yet; before, that is the weights.
         swapped: the weights' memory holds the average now.
@@ -48,62 +48,48 @@ class WeightAverage:
         self.decay = float(decay)
         self.array: Any = None
         self.started = self.swapped = False
-        self._weights: Any = None
+        self._weights: list[Any] = []
+        self._parts: list[Any] = []
         self._kernels: Any = None
         self._scratch: Any = None
 
     def bind(self, weights: Any, kernels: UpdateKernels) -> None:
-        """Attach it to flat weights, from which it will :meth:`start`."""
-        self._weights, self._kernels = weights, kernels
-        self.array = kernels.flat_zeros(weights.size, weights.dtype)
-        self._scratch = kernels.update_scratch(weights.dtype)
+        """Attach it to weights, from which it will :meth:`start`: a flat array, or a HeldArray of some ranges."""
+        self._kernels, self._scratch = kernels, kernels.update_scratch(weights.dtype)
+        self._weights = weights.parts() if isinstance(weights, HeldArray) else [weights]
+        self.array = kernels.flat_zeros(sum(part.size for part in self._weights), weights.dtype)
+        self._parts = [self.array]
+        if isinstance(weights, HeldArray):
+            self.array = HeldArray(weights.ranges, self.array)
+            self._parts = self.array.parts()
         self.started = self.swapped = False
 
     def start(self) -> None:
         """Begin from the weights as they are, unless it has begun; call it before an update."""
         if not self.started:
-            self.array[...] = self._weights
+            for mine, weights in zip(self._parts, self._weights):
+                mine[...] = weights
             self.started = True
 
-    def load(self, values: Mapping[str, Any], views: Mapping[str, Any]) -> None:
-        """Take up values by parameter, and the weights themselves where there are none.
+    def update(self, when: Any = None) -> None:
+        """Move towards the weights, once an update.
 
         Args:
-            values: name to array on the device.
-            views: name to the parameter's view of :attr:`array`.
-        """
-        self.array[...] = self._weights
-        for name, view in views.items():
-            if name in values:
-                view[...] = values[name]
-        self.started = True
-
-    def update(self, start: int = 0, stop: int | None = None, when: Any = None) -> None:
-        """Move a range towards the weights, once an update; in any cut and order, with the same bits.
-
-        Args:
-            start, stop: elements; the whole layout unless given.
             when: 0-d int64 array on the device, read when the kernel runs: 0 leaves it as it is. None for always.
         """
         assert self.started and not self.swapped
-        stop = self.array.size if stop is None else stop
-        self._kernels.average(
-            self.array[start:stop],
-            self._weights[start:stop],
-            decay=self.decay,
-            scratch=self._scratch,
-            when=when,
-        )
+        for mine, weights in zip(self._parts, self._weights):
+            self._kernels.average(mine, weights, decay=self.decay, scratch=self._scratch, when=when)
 
     def swap(self) -> None:
         """Exchange the weights and the average in place; doing so twice gives back the same bits."""
-        if not self.started:
-            self.start()
-        for first in range(0, self.array.size, _SWAPPED):
-            part = slice(first, min(first + _SWAPPED, self.array.size))
-            held = self.array[part].copy()
-            self.array[part] = self._weights[part]
-            self._weights[part] = held
+        self.start()
+        for mine, weights in zip(self._parts, self._weights):
+            for first in range(0, mine.size, _SWAPPED):
+                part = slice(first, min(first + _SWAPPED, mine.size))
+                kept = mine[part].copy()
+                mine[part] = weights[part]
+                weights[part] = kept
         self.swapped = not self.swapped
 
     @property

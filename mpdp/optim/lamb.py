@@ -11,6 +11,7 @@ import numpy as np
 from ..kernels.updates import UpdateKernels
 from .adam import Adam
 from .groups import Group
+from .held import Ranges
 from .optimizer import Shared
 from .segments import Segments
 
@@ -64,7 +65,9 @@ class LAMB(Adam):
         self.unscaled = tuple(unscaled)
         self._segments: Segments | None = None
 
-    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None) -> None:
+    def bind(
+        self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None, held: Ranges | None = None
+    ) -> None:
         if layout is self._layout and weights is self._weights:
             return
         names = [entry.name for entry in layout.entries]
@@ -74,17 +77,17 @@ class LAMB(Adam):
                     f"unscaled: expected each pattern to fit a parameter, got {pattern!r} which fits none of "
                     f"{len(names)}; correct or remove it"
                 )
-        super().bind(layout, weights, kernels, copy)
+        super().bind(layout, weights, kernels, copy, held)
         scaled = [not any(fnmatchcase(e.name, p) for p in self.unscaled) for e in layout.trainable]
         self._segments = Segments(layout, scaled)
         self._edges = kernels.block_numbers(self._segments.edges)
         self._spans = kernels.block_numbers(self._segments.spans)
         self._owners = kernels.block_numbers(self._plan.parameter_of_block())
-        self._table = kernels.flat_zeros(2 * self._segments.count, np.float64).reshape(-1, 2)
+        self.sums = kernels.flat_zeros(2 * self._segments.count, np.float64).reshape(-1, 2)
 
     def unbind(self) -> None:
         super().unbind()
-        self._segments = self._edges = self._spans = self._table = None
+        self._segments = self._edges = self._spans = self.sums = None
 
     def rows(self, start: int, stop: int) -> slice:
         assert self._segments is not None, "bind() comes first"
@@ -110,7 +113,7 @@ class LAMB(Adam):
         shared, rows = Shared(scale, clip_value), self._fresh(start, stop, used)
         for first, last, _, decay in self._pieces(start, stop, used, 1.0):
             self._moments(gradient[first:last], first, last, shared, self._corrections(first, last), decay)
-        return self._table[rows]
+        return self.sums[rows]
 
     def prepare_range_captured(
         self,
@@ -128,13 +131,13 @@ class LAMB(Adam):
         numbers = numbers.reshape(-1, len(self._factors))
         for first, last, (_, *corrections), decay in self._captured_pieces(start, stop, numbers, used):
             self._moments(gradient[first:last], first, last, shared, corrections, decay)
-        return self._table[rows]
+        return self.sums[rows]
 
     def _fresh(self, start: int, stop: int, used: Any) -> slice:
         """Return the rows of a range; those of parameters that are not used, which nothing writes, become 0."""
         rows = self.rows(start, stop)
         if used is not None:
-            self._table[rows] = 0.0
+            self.sums[rows] = 0.0
         return rows
 
     def _moments(
@@ -148,7 +151,7 @@ class LAMB(Adam):
             self.state["variance"][start:stop],
             edges=self._edges[rows.start : rows.stop + 1],
             offset=start,
-            out=self._table[rows],
+            out=self.sums[rows],
             scale=shared.scale,
             correction=corrections[0],
             eps=corrections[1],

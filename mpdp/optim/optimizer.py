@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..kernels import move
 from ..kernels.updates import UpdateKernels
 from .groups import Group, non_negative
+from .held import HeldArray, Ranges
 from .plan import Plan
 
 _MOST_GROUPS = 255
@@ -52,13 +53,15 @@ class Optimizer:
 
     Attributes:
         slots: names of the arrays that the rule keeps, one number a weight each.
-        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights.
+        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights. Where it was bound
+            to some ranges only, a :class:`~mpdp.optim.held.HeldArray` of these.
         updates: int64 NumPy array, how many updates each trainable parameter got.
     """
 
     slots: tuple[str, ...] = ()
     counted = False  # whether :meth:`numbers` depend on the updates that were done
     needs_sums = False  # whether the rule works in two passes, with :meth:`prepare`
+    sums: Any = None  # then the table that :meth:`prepare` writes its rows to
 
     def __init__(self, lr: float, weight_decay: float = 0.0, groups: Sequence[Group] = ()) -> None:
         self.lr = non_negative("lr", lr)
@@ -92,16 +95,20 @@ class Optimizer:
             *(self.weight_decay if g.weight_decay is None else float(g.weight_decay) for g in self.groups),
         )
 
-    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None) -> None:
+    def bind(
+        self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None, held: Ranges | None = None
+    ) -> None:
         """Attach the rule to the weights it updates, and allocate its state as zeros.
 
         **Local.** Binding again to the same weights does nothing.
 
         Args:
             layout: the map from names to ranges; its trainable zone comes first.
-            weights: flat floating array over ``layout.size``; updated in place.
+            weights: flat floating array over ``layout.size``, or a HeldArray over it; updated in place.
             kernels: the kernels of the weights' device.
             copy: flat array like ``weights`` in 16 bits, which takes the rounded new weights; or None.
+            held: ranges of the trainable zone that will be updated here, cut at spans, apart and in order; state is
+                kept for these alone. None for the whole zone.
 
         Raises:
             ValueError: bound to other weights before, or a group's pattern fits no parameter.
@@ -113,7 +120,7 @@ class Optimizer:
                 f"{type(self).__name__}: expected weights that it was bound to before, got others; "
                 "make one optimizer for each model, or call unbind() first"
             )
-        if weights.shape != (layout.size,):
+        if not isinstance(weights, HeldArray) and weights.shape != (layout.size,):
             raise ValueError(
                 f"weights: expected shape ({layout.size},), got {weights.shape}; pass the arena of this layout"
             )
@@ -128,7 +135,11 @@ class Optimizer:
                 )
         dtype = np.promote_types(weights.dtype, np.float32)  # 16-bit moments would underflow
         self._check_dtype(dtype)
-        self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        if held is None:
+            self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        else:
+            size = sum(stop - start for start, stop in held)
+            self.state = {slot: HeldArray(held, kernels.flat_zeros(size, dtype)) for slot in self.slots}
         self.updates = np.zeros(len(names), dtype=np.int64)
         self._common = 0
         self._names = tuple(names)
@@ -229,8 +240,8 @@ class Optimizer:
     def apply_captured(
         self,
         gradient: Any,
-        start: int = 0,
-        stop: int | None = None,
+        start: int,
+        stop: int,
         *,
         scale: Any,
         numbers: Any,
@@ -239,19 +250,17 @@ class Optimizer:
         clip_value: float | None = None,
         sums: Any = None,
     ) -> None:
-        """Update weights by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
+        """Update a range by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
 
         **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before.
 
         Args:
-            gradient: flat array over the trainable zone: sums over samples.
-            start, stop: the range, as for :meth:`apply`; the whole zone unless given.
+            gradient, start, stop: as for :meth:`apply`.
             scale: 0-d float64 array, the factor on the gradient.
             numbers: float64 array on the device, with the contents of :meth:`numbers`.
             when: 0-d int64 array; nothing changes where it is 0.
             used, clip_value, sums: as for :meth:`apply`.
         """
-        stop = self._layout.trainable_size if stop is None else stop
         numbers = numbers.reshape(-1, len(self._factors))
         if sums is None and self.needs_sums:
             self._check_whole(start, stop)
@@ -407,8 +416,12 @@ class Optimizer:
         return f"{type(self).__name__}({text}{', groups=...' if self.groups else ''})"
 
     def state_arrays(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``. **Local.**"""
-        return {**self.state, "updates": self.updates}
+        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``.
+
+        **Local.** Where the optimizer keeps the state of some ranges, the arrays are these one behind the other.
+        """
+        slots = {name: _memory(flat) for name, flat in self.state.items()}
+        return {**slots, "updates": self.updates}
 
     def load_state_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Copy a checkpoint's arrays into the state of a bound optimizer.
@@ -449,6 +462,11 @@ class Optimizer:
             if fnmatchcase(name, group.pattern):
                 return number
         return 0
+
+
+def _memory(flat: Any) -> Any:
+    """Return the array behind a slot."""
+    return flat.array if isinstance(flat, HeldArray) else flat
 
 
 def _shared(updates: np.ndarray) -> int | None:

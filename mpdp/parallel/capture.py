@@ -17,6 +17,8 @@ from .. import kernels
 from ..autodiff import SampleContext, Tape, Tensor, samples
 from ..kernels.board import Board
 from ..optim import Optimizer
+from . import averaging
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import split_captured
 
@@ -78,6 +80,7 @@ class Capture:
         self.signals: tuple[int, ...] = ()
         self.count = 0
         self._loss: Any = None
+        self._shared: Any = None  # the layout that the board knows the owners of
         self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
         self._comm = parallel.comm
         self._kernels = kernels.for_device(parallel.world.device)
@@ -110,9 +113,11 @@ class Capture:
         self.recorder.make_room()
         try:
             if self.board is None:
+                self._shared = None
                 self.board = self._new_board()
+            self._share(self.board)
             self.optimizer.prepare_captured()
-            parallel._replica.start_average()
+            averaging.start(parallel._replica)
             if (
                 parallel.exponent not in self._seeds
             ):  # a constant in memory saves the launch that would write it
@@ -146,11 +151,24 @@ class Capture:
         parallel = self.parallel
         numbers = self.optimizer.numbers(0.0)
         board = self._kernels.board(4 * self.accumulate, numbers.size, MOST_ARRAYS, _REPORTS)
+        self._share(board)
         board.prime(parallel.arena.array, parallel.layout.SPAN)
+        if board.parts is not None:
+            self._comm.all_reduce(board.parts, lane="urgent")
         if self._comm.size > 1:
             self._comm.all_reduce(board.record, lane="urgent")
             board.record.fill(0)
         return board
+
+    def _share(self, board: Board) -> None:
+        """Tell the board which spans of the gradient this rank has, once a layout. **Local.**"""
+        layout, held = self.parallel.layout, self.parallel.reducer.placement.held
+        if held is not None and layout is not self._shared:
+            self._shared = layout
+            own = np.zeros(layout.trainable_size // layout.SPAN, np.bool_)
+            for start, stop in held:
+                own[start // layout.SPAN : stop // layout.SPAN] = True
+            board.share(own, self._comm.rank, self._comm.size)
 
     def _record(self, part: Any, first: bool, last: bool, looks: bool) -> Captured:
         """Capture one micro-batch."""
@@ -221,7 +239,7 @@ class Capture:
             plan.after[-1]()
         tape.backward(seed, plan.after)
         reducer.wait()
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self._apply()
 
     def _know_used(self, plan: Any) -> None:
@@ -237,13 +255,19 @@ class Capture:
         """Launch the decision and the optimizer."""
         parallel, board = self.parallel, self.board
         assert board is not None
-        gradient = parallel.arena.array
-        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
-        self.optimizer.apply_captured(
-            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used,
-            clip_value=self.clip_value,
-        )  # fmt: skip
-        parallel._replica.move_average(board.apply)
+        replica, gradient, span = parallel._replica, parallel.arena.array, parallel.layout.SPAN
+        if board.parts is not None:
+            board.look(gradient, span)
+            self._comm.all_reduce(board.parts, lane="urgent")
+        board.decide(gradient, span, getattr(self._comm, "halt", 0), self._loss)
+        given: dict[str, Any] = {
+            "scale": board.scale, "numbers": board.numbers, "when": board.apply, "used": self.used,
+            "clip_value": self.clip_value,
+        }  # fmt: skip
+        optimizer = self.optimizer
+        sums = replica.sums_of(optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
+        replica.update(partial(optimizer.apply_captured, gradient, sums=sums, **given))
+        averaging.move(replica, board.apply)
 
 
 def nothing() -> None:

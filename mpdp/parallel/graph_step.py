@@ -24,6 +24,7 @@ from ..nn.module import Changes
 from ..optim import Optimizer
 from . import non_finite
 from .capture import MOST_ARRAYS, Capture, form_of, nothing
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import check_rate
 from .late_loss import LateLoss
@@ -126,6 +127,10 @@ class GraphStep:
             if not module.static:
                 kind = type(module).__name__
                 return f"{name or 'the model'} ({kind}) does not declare that it is static; set static = True on it"
+        if self.parallel.reducer.placement.held is not None and not self._inside:
+            return (
+                f"optimizer state is divided between ranks, and {self._comm.transport} needs the host for it"
+            )
         if self.parallel.may_communicate and not self._inside:
             return (
                 f"the model exchanges statistics inside a step, and {self._comm.transport} needs the host for it; "
@@ -353,7 +358,7 @@ class GraphStep:
         self._comm.all_reduce(board.record, lane="urgent")
         reducer.wait()
         reducer.step -= 1
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self.capture.finish.launch()
 
     # -- what became of it
@@ -473,4 +478,4 @@ class GraphStep:
             raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")
         scale = parallel.loss_scale
         smallest = None if scale is None else scale.smallest
-        non_finite.raise_gradient_at(parallel.layout, report.bad, report.step, smallest)
+        non_finite.raise_gradient(parallel.layout, report.bad, report.step, smallest)

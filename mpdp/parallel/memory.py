@@ -45,7 +45,7 @@ class MemoryUse:
         """Return bytes by purpose; see ``DataParallel.memory``."""
         copies, optimizer, average = replica.copies, replica.optimizer, replica.average
         parts = {
-            "parameters": replica.weights.nbytes
+            "parameters": replica.weights_nbytes
             + (0 if copies is None else copies.nbytes)
             + sum(buffer.data.nbytes for buffer in replica.buffers.values()),
             "gradients": replica.arena.array.nbytes,

@@ -1,15 +1,19 @@
-"""Errors about a loss or gradient that is not finite: the same on all ranks, naming where it came from."""
+"""What is done about a loss or gradient that is not finite: the same on all ranks, naming where it came from."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import NonFiniteError, on_all_ranks
+from ..optim import LossScale
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from .replica import Replica
 
 
 def raise_loss(comm: Communicator, mine: float, total: float, step: int, precision: str) -> NoReturn:
@@ -27,15 +31,7 @@ def raise_loss(comm: Communicator, mine: float, total: float, step: int, precisi
     )
 
 
-def raise_gradient(kernels: Any, layout: Layout, gradient: Any, step: int, scale: float | None) -> NoReturn:
-    """Raise for a reduced gradient that is not finite: it is the same on every rank, so all of them come here."""
-    first = next(
-        (e.start for e in layout.trainable if not kernels.all_finite(gradient[e.start : e.stop])), -1
-    )
-    raise_gradient_at(layout, first, step, scale)
-
-
-def raise_gradient_at(layout: Layout, element: int, step: int, scale: float | None) -> NoReturn:
+def raise_gradient(layout: Layout, element: int, step: int, scale: float | None) -> NoReturn:
     """Raise for a reduced gradient whose first element that is not finite is known, on all ranks."""
     name = next((e.name for e in layout.trainable if e.start <= element < e.stop), "(padding)")
     beside = "" if scale is None else f", and the loss scale cannot fall below {scale:g}"
@@ -45,3 +41,19 @@ def raise_gradient_at(layout: Layout, element: int, step: int, scale: float | No
             "nothing was updated; look at the learning rate and the data"
         )
     )
+
+
+def applies(replica: Replica, scale: LossScale | None, step: int) -> bool:
+    """Return whether to apply the reduced gradient, and go on to the next loss scale; all ranks decide alike.
+
+    **Collective** where ranks hold parts of the gradient.
+
+    Raises:
+        NonFiniteError: on all ranks, if it is not finite and no loss scale can fall.
+    """
+    finite = replica.all_finite(step)
+    if not finite and (scale is None or scale.at_bottom):
+        raise_gradient(replica.layout, replica.first_bad(), step, None if scale is None else scale.smallest)
+    if scale is not None:
+        scale.update(finite)
+    return finite

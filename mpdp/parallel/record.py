@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from ..comm.base import Communicator
 from ..errors import DisagreementError, on_all_ranks
 
@@ -41,6 +43,8 @@ class Kind(IntEnum):
     PREDICT = 14
     CALLBACKS = 15
     IN_CALLBACK = 16
+    UPDATE = 17
+    STATE = 18
 
 
 _CALLS = {
@@ -50,6 +54,8 @@ _CALLS = {
     Kind.PREDICT: "predict()",
     Kind.CALLBACKS: "the end of its callbacks",
     Kind.IN_CALLBACK: "a collective inside a callback",
+    Kind.UPDATE: "the update of a step",
+    Kind.STATE: "state_dict()",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",
@@ -61,7 +67,7 @@ _CALLS = {
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",
 }
-_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.CALLBACKS)
+_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.UPDATE, Kind.CALLBACKS)
 
 
 @dataclass(slots=True)
@@ -126,6 +132,13 @@ def exchange(
         _raise_difference(comm, kind, step, layout)
     used_equal = agreed[len(_EQUAL)] and not unused
     return Agreed(tuple(totals[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
+
+
+def agree_used(comm: Communicator, used: np.ndarray) -> np.ndarray:
+    """Return which parameters any rank used. **Collective.**"""
+    flags = used.astype(np.uint8)
+    comm.all_reduce(flags, op="max", lane="urgent")
+    return flags.astype(bool)
 
 
 def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:

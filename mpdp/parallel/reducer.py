@@ -19,6 +19,7 @@ from ..comm.base import Communicator, Request
 from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
+from .placement import Placement
 from .record import Agreed, Kind, exchange
 
 FlushPlan = Mapping[int, Callable[[], None]]
@@ -33,6 +34,8 @@ class Reducer:
         arena: the gradients.
         comm: the ranks (default: the arena's).
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
+        placement: which ranks the sums are for; with another one than ``"replicated"`` each rank has those of its own
+            ranges alone after :meth:`wait`, and :meth:`finish` is not called.
 
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
@@ -54,7 +57,12 @@ class Reducer:
     """
 
     def __init__(
-        self, arena: GradientArena, comm: Communicator | None = None, chunk_bytes: int | None = None
+        self,
+        arena: GradientArena,
+        comm: Communicator | None = None,
+        chunk_bytes: int | None = None,
+        *,
+        placement: str = "replicated",
     ) -> None:
         self.arena = arena
         self.comm = comm if comm is not None else arena.comm
@@ -65,6 +73,7 @@ class Reducer:
             self.comm,
             lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
+        self.placement = Placement(placement, self.chunks, self.comm)
         self._starts = [start for start, _ in self.chunks]
         self.views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
@@ -78,6 +87,7 @@ class Reducer:
             {
                 **{e.name: f"{arena.dtype.name}{list(e.shape)}" for e in layout.entries},
                 "chunk table": self.chunks,
+                "placement": placement,
             },
         )
         self.step = 0
@@ -186,7 +196,7 @@ class Reducer:
         self.open()
         start = time.perf_counter()
         while self._next < upto:
-            self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
+            self._requests.append(self.placement.start_reducing(self.views[self._next], self._next))
             self._next += 1
         self.waited_seconds += time.perf_counter() - start
 

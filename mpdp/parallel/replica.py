@@ -6,7 +6,7 @@ parameters are frozen or thawed. When gradients are computed and reduced is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,12 @@ from ..device import Device
 from ..errors import DisagreementError
 from ..nn import Module
 from ..optim import Optimizer, WeightAverage
+from . import averaging
 from .arena import Arena, GradientArena
-from .averaging import refuse_averaged
 from .layout import Layout
+from .masters import Masters
 from .precision import Precision, reduced_dtype
+from .record import Kind, exchange
 from .reducer import Reducer
 from .replica_check import check_replicas
 
@@ -48,12 +50,16 @@ class Replica:
         precision: see :class:`~mpdp.parallel.precision.Precision`.
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
         chunk_bytes: see :class:`Reducer`.
+        placement: see :class:`~mpdp.parallel.placement.Placement`.
 
     Attributes:
         parameters: name to parameter in registration order; a tied one stands once.
         buffers: name to buffer.
         layout: the index space of this generation.
-        arena: the gradients over it. ``weights``: the flat weights. ``copies``: the flat working copies, or None.
+        arena: the gradients over it. ``weights``: the flat weights, or what this rank has of them (``masters``).
+            ``copies``: the flat working copies, or None.
+        placement: who updates what. ``given``: the chunks of weights that owners give the other ranks.
+        masters: the weights where ranks hold parts of them, or None.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
@@ -69,8 +75,11 @@ class Replica:
         precision: str | None = None,
         reduce_dtype: str | None = None,
         chunk_bytes: int | None = None,
+        placement: str = "replicated",
     ) -> None:
         self.device = device
+        self._kernels: Any = kernels.for_device(device)
+        self._placement = placement
         self.comm = comm
         self.optimizer: Optimizer | None = None
         self.average: WeightAverage | None = None
@@ -105,6 +114,7 @@ class Replica:
             "precision": self.precision.name,
             "reduce_dtype": self.reduce_dtype.name,
             "chunk_bytes": str(self._chunk_bytes),
+            "placement": self._placement,
         }
 
     def _build(self, generation: int) -> None:
@@ -112,12 +122,19 @@ class Replica:
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         frozen = [name for name, p in self.parameters.items() if not p.requires_grad]
         self.layout = Layout(shapes, frozen, generation)
-        self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
         self._copies: Arena | None = None
         if self.precision.copies is not None:
             self._copies = Arena(self.layout, self.precision.copies, self.device, self.comm)
         self.arena = GradientArena.over(self.layout, self.reduce_dtype, self.device, self.comm)
-        self.reducer = Reducer(self.arena, self.comm, self._chunk_bytes)
+        self.reducer = Reducer(self.arena, self.comm, self._chunk_bytes, placement=self._placement)
+        self.placement = self.reducer.placement
+        in_slices = self._copies is not None and self._placement == "sharded" and not self.placement.whole
+        self._weights: Arena | None = None
+        if in_slices:
+            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+        else:
+            self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
+            whole = self._weights.array
         self.binding = Binding()
         self.index = {entry.name: i for i, entry in enumerate(self.layout.trainable)}
         self._name_of: dict[Any, str] = {}
@@ -127,15 +144,52 @@ class Replica:
         for name, parameter in self.parameters.items():
             gradient = self.arena[name] if parameter.requires_grad else None
             copy = None if self._copies is None else self._copies[name]
-            parameter.bind(self._weights[name], gradient, self.binding, copy)
+            parameter.bind(self.layout.view(whole, name), gradient, self.binding, copy)
             if parameter.requires_grad:
                 self._name_of[parameter] = name
-        self.refresh()
+        self.masters: Masters | None = None
+        if in_slices:
+            self.masters = Masters(self.layout, self.placement, self.comm, self.device, self.dtype)
+            self._fill(self.masters, whole)
+            self._show(self.masters)
+        else:
+            self.refresh()
+        given = self.weights if self.masters is None else self.copies
+        self.given = [given[start:stop] for start, stop in self.reducer.chunks]
+
+    def _fill(self, masters: Masters, whole: Any) -> None:
+        """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
+        assert self._copies is not None
+        self.comm.broadcast(whole)
+        self._kernels.store(whole, self._copies.array)
+        masters.fill(whole)
+
+    def _show(self, masters: Masters) -> None:
+        """Let the parameters be what all ranks have of the weights. **Local.**"""
+        assert self._copies is not None
+        end = self.layout.trainable_size
+        for name, parameter in self.parameters.items():
+            entry = self.layout[name]
+            if entry.trainable:
+                parameter.show(masters.wide(name))
+            else:
+                zone = masters.held[end : self.layout.size]
+                view = zone[entry.start - end : entry.stop - end].reshape(entry.shape)
+                parameter.bind(view, None, self.binding, self._copies[name])
+        self.binding.dirty = False  # the second binding has set it
 
     @property
     def weights(self) -> Any:
-        """The flat weights over ``layout``."""
+        """The flat weights over ``layout``, or what this rank has of them."""
+        if self.masters is not None:
+            return self.masters.held
+        assert self._weights is not None
         return self._weights.array
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of weights that this rank has, working copies left out."""
+        return int(self.weights.nbytes) if self.masters is None else self.masters.nbytes
 
     @property
     def copies(self) -> Any:
@@ -145,8 +199,105 @@ class Replica:
     def refresh(self) -> None:
         """Round the weights to the working copies again, after something else than the optimizer wrote them."""
         if self._copies is not None:
-            kernels.for_device(self.device).store(self.weights, self._copies.array)
+            end, size = self.layout.trainable_size, self.layout.size
+            if self.masters is None:
+                self._kernels.store(self.weights, self._copies.array)
+            elif size > end:  # of the others nobody but the optimizer can have written the master
+                self._kernels.store(self.weights[end:size], self._copies.array[end:size])
         self.binding.stale = False
+
+    # -- an update
+
+    def all_finite(self, step: int) -> bool:
+        """Return whether the reduced gradient is finite, the same on every rank.
+
+        **Collective** where ranks hold parts of it.
+
+        Args:
+            step: finished updates.
+        """
+        held, gradient = self.placement.held, self.arena.array
+        if held is None:
+            return bool(self._kernels.all_finite(gradient))
+        finite = all(bool(self._kernels.all_finite(gradient[start:stop])) for start, stop in held)
+        return not exchange(self.comm, Kind.UPDATE, step, sums=(not finite,), layout=self.layout.digest).sums[
+            0
+        ]
+
+    def first_bad(self) -> int:
+        """Return the first element of a parameter whose reduced gradient is not finite, -1 if there is none.
+
+        **Collective** where ranks hold parts of it.
+        """
+        held, gradient = self.placement.held, self.arena.array
+        found = self.layout.size
+        for start, stop in ((0, self.layout.trainable_size),) if held is None else held:
+            part = self._kernels.to_numpy(gradient[start:stop]).astype(np.float64, copy=False)
+            bad = np.flatnonzero(~np.isfinite(part))
+            if len(bad):
+                found = start + int(bad[0])
+                break
+        if held is not None:
+            found = -self.comm.reduce_numbers([-found], [])[0][0]
+        return found if found < self.layout.size else -1
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the reduced gradient, the same bits on every rank and for every placement.
+
+        **Collective** where ranks hold parts of it: they bring the sums of their spans, which are added in order.
+        """
+        held, gradient, span = self.placement.held, self.arena.array, self.layout.SPAN
+        if held is None:
+            return float(self._kernels.squared_norm(gradient, span))
+        sums = self._kernels.flat_zeros(self.layout.trainable_size // span, np.float64)
+        for start, stop in held:
+            sums[start // span : stop // span] = self._kernels.sum_of_squares(gradient[start:stop], span)
+        self.comm.all_reduce(sums, lane="urgent")
+        return float(self._kernels.total(sums))
+
+    def update(self, apply: Callable[[int, int], None]) -> None:
+        """Apply an update where it is done, and give every rank the new weights.
+
+        **Collective** where ranks hold parts.
+
+        Args:
+            apply: ``apply(start, stop)`` updates a range of the weights, and of the working copies.
+        """
+        self.placement.update(self.given, apply)
+        if self.masters is not None:
+            self.masters.share()
+        elif self.placement.held == () and self._copies is not None:
+            self._kernels.store(self.weights, self._copies.array)  # what has come are the masters
+
+    def sums_of(self, optimizer: Optimizer, prepare: Callable[[int, int], Any]) -> Any:
+        """Return the sums of all ranges that a rule needs, where ranks hold parts; None where ``apply`` sees to them.
+
+        **Collective** where ranks hold parts: each brings the rows of its own, and zeros change no bit of the others'.
+
+        Args:
+            optimizer: the rule.
+            prepare: ``prepare(start, stop)`` writes the rows of a range.
+        """
+        if self.placement.held is None or not optimizer.needs_sums:
+            return None
+        table = optimizer.sums
+        table.fill(0)
+        for start, stop in self.placement.held:
+            prepare(start, stop)
+        self.comm.all_reduce(table.reshape(-1), lane="urgent")
+        return table
+
+    def show_weights(self) -> None:
+        """Let forward read weights that something else than an update has written on every rank.
+
+        **Collective** where ranks hold parts of them, else **Local.**
+        """
+        self.binding.stale = True
+        if self.masters is not None:
+            weights, copies = self.weights, self.copies
+            self.update(lambda start, stop: self._kernels.store(weights[start:stop], copies[start:stop]))
+
+    # -- values
 
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
         """Return name to position for those leaves of a tape that this layout trains. **Local.**"""
@@ -167,9 +318,12 @@ class Replica:
 
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
-        self.comm.broadcast(self.weights, root=root)
-        if self.average is not None and self.average.started:
-            self.comm.broadcast(self.average.array, root=root)
+        if self.masters is None:
+            self.comm.broadcast(self.weights, root=root)
+            if self.average is not None and self.average.started:
+                self.comm.broadcast(self.average.array, root=root)
+        elif self.layout.size > self.layout.trainable_size:  # the others are equal already
+            self.comm.broadcast(self.weights[self.layout.trainable_size : self.layout.size], root=root)
         self.refresh()
         for buffer in self.buffers.values():
             flat = kernels.of(buffer.data).xp.ascontiguousarray(buffer.data).reshape(-1)
@@ -187,17 +341,59 @@ class Replica:
         """
         together(self.comm, lambda: self._check_names(flags))
         compare(self.comm, "freeze or thaw", dict(sorted(flags.items())))
-        old_layout = self.layout
-        old_average = None if self.average is None or not self.average.started else self.average.array
+        old_layout, state, average = self.layout, self.collect_state(), averaging.collect(self)
+        if self.masters is not None:
+            self._release(self.collect_weights())
         for name, flag in flags.items():
             self.parameters[name].requires_grad = flag
         self._build(old_layout.generation + 1)
         if self.average is not None:
-            self.keep_average(self.average)
-            if old_average is not None:
-                self.load_average({name: old_layout.view(old_average, name) for name in self.parameters})
+            averaging.lay_out(self, old_layout, average)
         if self.optimizer is not None:
-            self._move_optimizer(self.optimizer, old_layout)
+            self._move_optimizer(self.optimizer, old_layout, state)
+
+    def _release(self, whole: np.ndarray | None) -> None:
+        """Give the parameters values of their own, right on rank 0 alone. **Local.**"""
+        if whole is None:
+            whole = np.zeros(self.layout.size, self.dtype)
+        flat = self._kernels.from_host(whole)
+        for name, parameter in self.parameters.items():
+            parameter.release(self.layout.view(flat, name))
+
+    def collect_weights(self) -> np.ndarray | None:
+        """Return the weights over ``layout`` in host memory on rank 0 (on a CPU most often the array itself).
+
+        **Collective.** None on other ranks.
+        """
+        if self.masters is not None:
+            return self.masters.collect()
+        return self._kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
+
+    def collect_state(self) -> dict[str, np.ndarray | None]:
+        """Return the optimizer's slots over the trainable zone in host memory on rank 0, None each elsewhere.
+
+        **Collective.**
+        """
+        if self.optimizer is None:
+            return {}
+        return {slot: self.placement.collect(flat) for slot, flat in self.optimizer.state.items()}
+
+    def load(self, weights: np.ndarray | None, state: Mapping[str, np.ndarray | None]) -> None:
+        """Take over what :meth:`collect_weights` and :meth:`collect_state` gave, and rank 0's buffers.
+
+        **Collective.** Each argument is None on other ranks than 0.
+        """
+        if self.masters is not None:
+            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+            if weights is not None:
+                whole[...] = self._kernels.from_host(weights)
+            self._fill(self.masters, whole)
+        elif weights is not None:
+            self.weights[...] = self._kernels.from_host(weights)
+        self.broadcast()
+        for slot, full in state.items():
+            assert self.optimizer is not None
+            self.placement.hand_out(full, self.optimizer.state[slot])
 
     def _check_names(self, flags: Mapping[str, bool]) -> None:
         for name in flags:
@@ -219,63 +415,66 @@ class Replica:
             raise ValueError(
                 "optimizer: expected the one of the first step, got another; its state belongs to it"
             )
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
+        self._bind(optimizer)
         self.optimizer = optimizer
 
-    def keep_average(self, average: WeightAverage) -> None:
-        """Keep a moving average of the weights from the next update on. **Local.**"""
-        average.bind(self.weights, kernels.for_device(self.device))
-        self.average = average
+    def _bind(self, optimizer: Optimizer) -> None:
+        optimizer.bind(self.layout, self.weights, self._kernels, self.copies, self.placement.held)
 
-    def load_average(self, values: Mapping[str, Any]) -> None:
-        """Take up the average of parameters: name to array on the device. **Local.**"""
-        if self.average is not None:
-            views = {name: self.layout.view(self.average.array, name) for name in self.parameters}
-            self.average.load(values, views)
+    def _move_optimizer(
+        self, optimizer: Optimizer, old_layout: Layout, state: Mapping[str, np.ndarray | None]
+    ) -> None:
+        """Bind the optimizer to the new layout, with the state of the parameters that are trained in both.
 
-    def start_average(self) -> None:
-        """Let the average begin, where there is one, before an update. **Local.**"""
-        refuse_averaged(self, "step")
-        if self.average is not None:
-            self.average.start()
+        **Collective.**
 
-    def move_average(self, when: Any = None) -> None:
-        """Move the average, where there is one, towards the updated weights; see ``WeightAverage``. **Local.**"""
-        if self.average is not None:
-            self.average.update(when=when)
-
-    def _move_optimizer(self, optimizer: Optimizer, old_layout: Layout) -> None:
-        """Bind the optimizer to the new layout, with the state of the parameters that are trained in both."""
-        old = optimizer.state_arrays()
-        counts = {entry.name: int(count) for entry, count in zip(old_layout.trainable, old["updates"])}
+        Args:
+            optimizer: bound to the old layout.
+            old_layout: that one.
+            state: as :meth:`collect_state` gave it before.
+        """
+        counts = {entry.name: int(count) for entry, count in zip(old_layout.trainable, optimizer.updates)}
         optimizer.unbind()
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
-        new = optimizer.state_arrays()
+        self._bind(optimizer)
         kept = [entry.name for entry in self.layout.trainable if entry.name in counts]
-        for slot in optimizer.slots:
-            for name in kept:
-                self.layout.view(new[slot], name)[...] = old_layout.view(old[slot], name)
+        for slot, old in state.items():
+            new = None
+            if old is not None:
+                new = np.zeros(self.layout.trainable_size, old.dtype)
+                for name in kept:
+                    self.layout.view(new, name)[...] = old_layout.view(old, name)
+            self.placement.hand_out(new, optimizer.state[slot])
         updates = np.array([counts.get(e.name, 0) for e in self.layout.trainable], dtype=np.int64)
-        optimizer.load_state_arrays({**new, "updates": updates})
+        optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
 
     def check(self, step: int, beside: Mapping[str, Any]) -> None:
         """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**
+
+        What one rank holds alone is not compared.
 
         Args:
             step: finished updates.
             beside: name to array of what else must be equal.
         """
-        flats: dict[str, Any] = {"weight": self.weights}
+        flats: dict[str, Any] = {} if self.masters is not None else {"weight": self.weights}
         if self._copies is not None:
             if self.binding.stale:
                 self.refresh()  # a local fact must not change what is compared
             flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
         arrays |= beside
-        if self.average is not None and self.average.started:
+        if self.average is not None and self.average.started and self.masters is None:
             flats["average"] = self.average.array
+        if self.masters is not None:
+            for name in self.parameters:
+                wide = (
+                    self.masters.wide(name) if self.layout[name].trainable else self.parameters[name].numpy()
+                )
+                if wide is not None:
+                    arrays[f"weight of {name}"] = wide
         if self.optimizer is not None:
-            flats |= self.optimizer.state
+            if self.placement.held is None:  # else each number is on one rank alone
+                flats |= self.optimizer.state
             arrays["update counts"] = self.optimizer.updates
         check_replicas(self.comm, self.layout, flats, arrays, step)
 

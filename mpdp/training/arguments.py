@@ -15,6 +15,7 @@ from ..data.worker_process import MARK
 from ..errors import WorkerError
 from ..nn import Module, losses
 from ..optim import Optimizer, WeightAverage
+from ..parallel import placement as placements
 from ..parallel.precision import NAMES
 from ..world import World
 
@@ -67,8 +68,7 @@ def check(
         raise ValueError(
             f"precision: expected one of {', '.join(NAMES)}, got {precision!r}; float32 is the default"
         )
-    if placement != "replicated":
-        raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
+    placements.check(placement)
     if not (graph == "auto" or isinstance(graph, bool)):
         raise ValueError(f'graph: expected "auto", True or False, got {graph!r}; leave it out')
     if plans not in ("suggested", "timed"):

@@ -19,6 +19,7 @@ from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
 from ..optim import Schedule
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 from . import arguments, checkpoint
 from .position import Position
@@ -31,6 +32,7 @@ def save(trainer: Trainer) -> Path:
     """Write a checkpoint and return its directory. **Collective.**"""
     comm = trainer.world.axis("data")
     root = trainer.folder.checkpoints
+    tensors = _tensors(trainer)
 
     def write() -> Path:
         try:
@@ -39,7 +41,7 @@ def save(trainer: Trainer) -> Path:
             raise CheckpointError(
                 f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
             ) from error
-        path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
+        path = checkpoint.write(root, trainer.step_count, tensors, _state(trainer))
         try:
             checkpoint.prune(root, trainer.keep)
         except OSError as error:
@@ -75,19 +77,22 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
 
 
 def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Return the state's arrays by name, each parameter once."""
-    parallel, optimizer = trainer.parallel, trainer.optimizer
+    """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
+    parallel = trainer.parallel
+    weights, state = parallel.collect()
+    average = averaging.collect(parallel._replica)
+    if weights is None:
+        return {}
+    layout = parallel.layout
+    tensors = {f"weights/{name}": layout.view(weights, name) for name in parallel.parameters}
+    for slot, flat in state.items():
+        for entry in layout.trainable:
+            tensors[f"optimizer/{slot}/{entry.name}"] = layout.view(flat, entry.name)
     host = kernels.for_device(trainer.world.device).to_numpy
-    tensors = {f"weights/{name}": p.numpy() for name, p in parallel.parameters.items()}
-    for slot, flat in optimizer.state.items():
-        for entry in parallel.layout.trainable:
-            tensors[f"optimizer/{slot}/{entry.name}"] = host(parallel.layout.view(flat, entry.name))
     for name, buffer in parallel.buffers.items():
         tensors[f"buffers/{name}"] = host(buffer.data)
-    average = parallel._replica.average
-    if average is not None and average.started:
-        for name in parallel.parameters:
-            tensors[f"average/{name}"] = host(parallel.layout.view(average.array, name))
+    if average is not None:
+        tensors |= {f"average/{name}": layout.view(average, name) for name in parallel.parameters}
     return tensors
 
 
@@ -111,7 +116,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
             for entry, count in zip(parallel.layout.trainable, trainer.optimizer.updates)
         },
         "parameters": {
-            name: [list(p.shape), str(p.dtype), bool(p.requires_grad)]
+            name: [list(p.shape), str(parallel.precision.master), bool(p.requires_grad)]
             for name, p in parallel.parameters.items()
         },
         "buffers": {name: [list(b.shape), str(b.dtype)] for name, b in parallel.buffers.items()},
@@ -132,7 +137,8 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
         problems += [f"missing {kind} {name}" for name in tensors if name not in stored]
         problems += [f"unexpected {kind} {name}" for name in stored if name not in tensors]
         for name, tensor in tensors.items():
-            mine = [list(tensor.shape), str(tensor.dtype)]
+            dtype = trainer.parallel.precision.master if kind == "parameter" else tensor.dtype
+            mine = [list(tensor.shape), str(dtype)]
             if name in stored and stored[name][:2] != mine:
                 problems.append(
                     f"{kind} {name} is {stored[name][1]}{stored[name][0]} there, {mine[1]}{mine[0]} here"
@@ -155,26 +161,28 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
 
 def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> None:
     """Put the state in place: tensors are read on rank 0 and broadcast into the arenas. **Collective.**"""
-    parallel, optimizer, comm = trainer.parallel, trainer.optimizer, trainer.world.axis("data")
+    parallel, optimizer = trainer.parallel, trainer.optimizer
     flags = {name: stored[2] for name, stored in state["parameters"].items()}
     changed = [name for name, flag in flags.items() if parallel.parameters[name].requires_grad != flag]
     if changed:
         parallel.thaw(*[name for name in changed if flags[name]])
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
+    weights = None
+    slots: dict[str, np.ndarray | None] = dict.fromkeys(optimizer.slots)
     if tensors is not None:
-        there = kernels.for_device(trainer.world.device).from_host
-        for name, parameter in parallel.parameters.items():
-            parameter.data[...] = there(tensors[f"weights/{name}"])
-        for slot, flat in optimizer.state.items():
+        weights = np.zeros(layout.size, parallel.precision.master)
+        for name in parallel.parameters:
+            layout.view(weights, name)[...] = tensors[f"weights/{name}"]
+        for slot in slots:
+            full = slots[slot] = np.zeros(layout.trainable_size, optimizer.state[slot].dtype)
             for entry in layout.trainable:
-                layout.view(flat, entry.name)[...] = there(tensors[f"optimizer/{slot}/{entry.name}"])
+                layout.view(full, entry.name)[...] = tensors[f"optimizer/{slot}/{entry.name}"]
+        there = kernels.for_device(trainer.world.device).from_host
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
+    parallel.load(weights, slots)
     _restore_average(trainer, bool(state.get("average")), tensors)
-    parallel.broadcast()
-    for flat in optimizer.state.values():
-        comm.broadcast(flat)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
@@ -196,7 +204,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
 
 
 def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:
-    """Take up the average of weights, read on rank 0, for the broadcast that follows. **Local.**"""
+    """Take up the average of weights, read on rank 0. **Collective.**"""
     replica = trainer.parallel._replica
     if replica.average is None:
         if held:
@@ -208,8 +216,9 @@ def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray
     if not held:
         trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
         return
-    there = kernels.for_device(trainer.world.device).from_host
-    values = (
-        {} if tensors is None else {n: there(tensors[f"average/{n}"]) for n in trainer.parallel.parameters}
-    )
-    replica.load_average(values)
+    whole = None
+    if tensors is not None:
+        whole = np.zeros(replica.layout.size, replica.dtype)
+        for name in replica.parameters:
+            replica.layout.view(whole, name)[...] = tensors[f"average/{name}"]
+    averaging.load(replica, whole)

@@ -16,7 +16,7 @@ from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
-from ..parallel.averaging import refuse_averaged
+from ..parallel import averaging
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
 from ..parallel.late_loss import LateLoss
@@ -57,7 +57,8 @@ class Trainer:
             backward run in 16 bits.
         reduce_dtype: dtype of the gradient buffer (default: that of the weights, so float32 under 16 bits).
         loss_scale: an ``optim.LossScale`` with other numbers than the default ones, for ``"float16"`` only.
-        placement: where optimizer state lives; ``"replicated"``.
+        placement: where optimizer state lives: ``"replicated"`` (N identical optimizers), ``"root"`` (one, on rank 0)
+            or ``"sharded"`` (each rank updates 1/N); see ``docs/placements.md``.
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
@@ -154,7 +155,7 @@ class Trainer:
         self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
-            chunk_bytes=chunk_bytes, seed=self.seed,
+            placement=placement, chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
@@ -298,11 +299,11 @@ class Trainer:
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
-        refuse_averaged(self.parallel._replica, call)
+        averaging.refuse(self.parallel._replica, call)
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
-        refuse_averaged(self.parallel._replica, "step")
+        averaging.refuse(self.parallel._replica, "step")
         self.last_lr = self.lr
         self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
@@ -404,7 +405,7 @@ class Trainer:
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the averaged weights of ``ema=``; it trains and saves outside of it.
 
-        **Local**, and the same on every rank.
+        **Collective.**
         """
         self.settle()
         return self.parallel.averaged()
@@ -423,7 +424,7 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
-        refuse_averaged(self.parallel._replica, "save")
+        averaging.refuse(self.parallel._replica, "save")
         self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()

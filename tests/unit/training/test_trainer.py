@@ -43,7 +43,7 @@ def kind(output, target):
             ValueError,
             r"precision: expected one of float32, float64, tf32, bfloat16, float16, got 'int8'",
         ),
-        ({"placement": "x"}, ValueError, r"placement: expected \"replicated\", got 'x'"),
+        ({"placement": "x"}, ValueError, "placement: expected one of replicated, root, sharded, got 'x'"),
         ({"accumulate": 0}, ValueError, r"accumulate: expected an integer of 1 or more, got 0"),
         ({"accumulate": 1.5}, ValueError, r"accumulate: expected an integer of 1 or more, got 1.5"),
         ({"clip_norm": 0}, ValueError, r"clip_norm: expected a number above 0, or None, got 0"),
