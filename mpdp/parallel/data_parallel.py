@@ -28,7 +28,7 @@ from .forms import check_clip, check_rate, leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
-from .precision import Precision, scale_of
+from .precision import Precision, loss_scale_of
 from .record import Kind, agree_used, exchange
 from .reducer import Reducer
 from .replica import Replica
@@ -104,7 +104,7 @@ class DataParallel:
             model, self.world.device, self.comm, precision, reduce_dtype, chunk_bytes, placement
         )
         self.precision: Precision = self._replica.precision
-        self.loss_scale = together(self.comm, lambda: scale_of(self.precision, loss_scale))
+        self.loss_scale = together(self.comm, lambda: loss_scale_of(self.precision, loss_scale))
         settings = {} if self.loss_scale is None else self.loss_scale.describe() | self.loss_scale.state()
         compare(self.comm, "loss_scale", {name: repr(value) for name, value in settings.items()})
         self._memory = MemoryUse()

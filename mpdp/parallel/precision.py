@@ -130,8 +130,8 @@ def reduced_dtype(wanted: Any, parameters: np.dtype) -> np.dtype:
         ) from None
 
 
-def scale_of(precision: Precision, given: LossScale | None) -> LossScale | None:
-    """Return the loss scale of a precision: the one that was given, a default one, or None. **Local.**"""
+def loss_scale_of(precision: Precision, given: LossScale | None) -> LossScale | None:
+    """Return the loss scale of a precision: a copy of the given one, a default one, or None. **Local.**"""
     if given is not None and not isinstance(given, LossScale):
         raise TypeError(f"loss_scale: expected an optim.LossScale, got {type(given).__name__}; leave it out")
     if given is not None and not precision.scaled:
