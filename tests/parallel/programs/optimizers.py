@@ -8,7 +8,7 @@ import mpdp
 from mpdp import autodiff, data, nn, optim
 from mpdp.errors import DisagreementError
 
-world = mpdp.init(timeout=30)
+world = mpdp.init(device="cpu", timeout=30)
 rank, size = world.rank, world.size
 random = np.random.default_rng(6)
 X, Y = random.standard_normal((26, 4)), random.integers(0, 3, 26)
