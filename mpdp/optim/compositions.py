@@ -39,8 +39,18 @@ class _Composed(Schedule):
 
     def load_state(self, state: Any) -> None:
         known = self._known()
-        for part, own in zip(known, [None] * len(known) if state is None else state, strict=True):
-            part.load_state(own)
+        if state is not None and not (isinstance(state, list) and len(state) == len(known)):
+            raise ValueError(
+                f"schedule: expected states of {len(known)} parts for {type(self).__name__}, got {state}; start anew"
+            )
+        before = [part.state() for part in known]
+        try:
+            for part, own in zip(known, [None] * len(known) if state is None else state):
+                part.load_state(own)
+        except ValueError:
+            for part, own in zip(known, before):
+                part.load_state(own)
+            raise
 
     def describe(self) -> dict[str, Any]:
         """Return class, arguments and parts in a form that JSON can hold; ranks compare it."""

@@ -126,5 +126,9 @@ class ReduceOnPlateau(Schedule):
 
     def load_state(self, state: Any) -> None:
         state = {"best": None, "current": 1.0, "bad": 0, "cooling": 0} if state is None else state
+        if not (isinstance(state, dict) and state.keys() == self.state().keys()):
+            raise ValueError(
+                f"schedule: expected the state of a {type(self).__name__}, got {state}; start anew"
+            )
         self.best, self.current = state["best"], float(state["current"])
         self._bad, self._cooling = int(state["bad"]), int(state["cooling"])

@@ -31,7 +31,17 @@ class Schedule:
         return None
 
     def load_state(self, state: Any) -> None:
-        """Take up what :meth:`state` returned; None for nothing. **Local.**"""
+        """Take up what :meth:`state` returned; None starts anew.
+
+        **Local.**
+
+        Raises:
+            ValueError: it is that of another schedule; nothing has changed then.
+        """
+        if state is not None:
+            raise ValueError(
+                f"schedule: expected no state for {type(self).__name__}, got {state}; start anew"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return class and arguments in a form that JSON can hold; ranks compare it."""

@@ -190,7 +190,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
     if isinstance(trainer.schedule, Schedule):
-        trainer.schedule.load_state(state.get("schedule"))
+        _restore_schedule(trainer, trainer.schedule, state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
         kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
@@ -201,6 +201,15 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
             f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
         )
     trainer.position = Position(**state["position"])
+
+
+def _restore_schedule(trainer: Trainer, schedule: Schedule, state: Any) -> None:
+    """Take up what the schedule has learnt, unless the program's is another one now. **Local.**"""
+    try:
+        schedule.load_state(state)
+    except ValueError as error:
+        schedule.load_state(None)
+        trainer.world.log("warning", f"resume: what the schedule had learnt is left out: {error}")
 
 
 def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:

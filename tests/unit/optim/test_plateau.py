@@ -92,6 +92,26 @@ def test_it_learns_as_a_part_of_others():
     assert "current" not in json.dumps(schedule.describe()) and again.describe() == schedule.describe()
 
 
+def test_the_state_of_another_schedule_changes_nothing():
+    plateau = optim.ReduceOnPlateau(patience=0, factor=0.5)
+    for _ in range(2):
+        plateau.observe({"validation_loss": 1.0})
+    pair = optim.Product(plateau, optim.constant())
+    before = pair.state()
+    fresh = optim.ReduceOnPlateau().state()
+    for schedule, state in (
+        (plateau, [fresh]),
+        (plateau, {"best": 1.0}),
+        (pair, fresh),
+        (pair, [fresh]),
+        (pair, [fresh, fresh]),
+        (optim.constant(), fresh),
+    ):
+        with pytest.raises(ValueError, match=r"schedule: expected .*, got .*; start anew"):
+            schedule.load_state(state)
+        assert pair.state() == before
+
+
 def test_a_metric_that_is_not_there():
     with pytest.raises(
         KeyError, match=r"metric: expected one of loss in the results, got 'validation_loss'; pass it"

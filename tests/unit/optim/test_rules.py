@@ -185,7 +185,7 @@ def test_numbers_in_memory_give_the_bits_of_apply(rule, groups, dtype):
                         for start, stop in ranges:
                             optimizer.apply_captured(gradient, start, stop, sums=table, **options)
                     else:
-                        optimizer.apply_captured(gradient, **options)
+                        optimizer.apply_captured(gradient, 0, size, **options)
                     if not when:
                         after = [host(a) for a in (weights, *optimizer.state.values())]
                         assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after))

@@ -598,6 +598,24 @@ def test_an_optimizer_with_other_slots_does_not_fit(tmp_path):
         other.resume(path)
 
 
+def test_what_another_schedule_has_learnt_is_left_out(tmp_path, capsys):
+    def run(schedule):
+        return trainer(schedule=schedule, run_dir=tmp_path)
+
+    first = run(optim.ReduceOnPlateau("loss", patience=0, factor=0.5, threshold=10.0))
+    first.fit(dataset(), epochs=3, global_batch_size=6)
+    first.save()
+    assert first.schedule(0) == 0.25
+    again = run(optim.ReduceOnPlateau("loss", patience=5))  # other arguments, the same state
+    assert again.resume() and again.lr == 0.1 * 0.25
+    other = run(optim.Product(optim.StepLR(100), optim.StepLR(200)))
+    assert other.resume() and other.lr == 0.1
+    assert (
+        "warning resume: what the schedule had learnt is left out: schedule: expected"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_batch_may_be_lists():
     x, y = dataset().arrays
     losses = {trainer(accumulate=2).step(batch) for batch in ((x, y), [x, y], (x, y.tolist()))}
