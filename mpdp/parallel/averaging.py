@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import kernels
 from ..optim import WeightAverage
+from .update import show
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def keep(replica: Replica, average: WeightAverage) -> None:
     """Keep a moving average of the weights from the next update on. **Local.**"""
-    average.bind(replica.weights, kernels.for_device(replica.device))
+    average.bind(replica.weights, replica.kernels)
     replica.average = average
 
 
@@ -49,7 +49,7 @@ def collect(replica: Replica) -> np.ndarray | None:
         return None
     if replica.masters is not None:
         return replica.masters.collect(average.array)
-    return kernels.of(average.array).to_numpy(average.array) if replica.comm.rank == 0 else None
+    return replica.kernels.to_numpy(average.array) if replica.comm.rank == 0 else None
 
 
 def load(replica: Replica, whole: np.ndarray | None) -> None:
@@ -63,7 +63,7 @@ def load(replica: Replica, whole: np.ndarray | None) -> None:
         whole = None if whole is None else whole[end:]
     if array is not None:
         if whole is not None:
-            array[...] = kernels.of(array).from_host(whole)
+            array[...] = replica.kernels.from_host(whole)
         replica.comm.broadcast(array)
     average.started = True
 
@@ -101,17 +101,17 @@ def averaged(replica: Replica) -> Iterator[None]:
         yield
         return
     average.swap()
-    replica.show_weights()
+    show(replica)
     try:
         yield
     except BaseException as error:
         average.swap()
         replica.binding.stale = True
         if getattr(error, "agreed", False):  # elsewhere this rank is alone here, and the job is about to end
-            replica.show_weights()
+            show(replica)
         raise
     average.swap()
-    replica.show_weights()
+    show(replica)
 
 
 def refuse(replica: Replica, call: str) -> None:

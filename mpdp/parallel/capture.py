@@ -21,6 +21,7 @@ from . import averaging
 from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import split_captured
+from .update import sums_of, update
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
@@ -265,8 +266,8 @@ class Capture:
             "clip_value": self.clip_value,
         }  # fmt: skip
         optimizer = self.optimizer
-        sums = replica.sums_of(optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
-        replica.update(partial(optimizer.apply_captured, gradient, sums=sums, **given))
+        sums = sums_of(replica, optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
+        update(replica, partial(optimizer.apply_captured, gradient, sums=sums, **given))
         averaging.move(replica, board.apply)
 
 

@@ -32,6 +32,7 @@ from .precision import Precision, loss_scale_of
 from .record import Kind, agree_used, exchange
 from .reducer import Reducer
 from .replica import Replica
+from .update import squared_norm, sums_of, to_be_applied, update
 
 
 class DataParallel:
@@ -144,11 +145,6 @@ class DataParallel:
     def reducer(self) -> Reducer:
         """What reduces them."""
         return self._replica.reducer
-
-    @property
-    def given(self) -> list[Any]:
-        """The chunks of weights, or of working copies, that owners give the other ranks after an update."""
-        return self._replica.given
 
     @property
     def weights(self) -> Any:
@@ -431,14 +427,14 @@ class DataParallel:
         averaging.start(replica)
         try:
             loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            if count > 0 and non_finite.applies(replica, self.loss_scale, self.step_count):
+            if count > 0 and to_be_applied(replica, self.loss_scale, self.step_count):
                 scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
-                    norm = math.sqrt(replica.squared_norm()) * scale
+                    norm = math.sqrt(squared_norm(replica)) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
                 given: dict[str, Any] = {"scale": scale, "used": self._used, "clip_value": clip_value}
-                sums = replica.sums_of(optimizer, partial(optimizer.prepare, gradient, **given))
-                replica.update(partial(optimizer.apply, gradient, lr=lr, sums=sums, **given))
+                sums = sums_of(replica, optimizer, partial(optimizer.prepare, gradient, **given))
+                update(replica, partial(optimizer.apply, gradient, lr=lr, sums=sums, **given))
                 optimizer.finish_update(self._used)
                 averaging.move(replica)
         finally:
@@ -465,15 +461,6 @@ class DataParallel:
             return None
         weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
         return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
-
-    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
-        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
-        return self._replica.collect_weights(), self._replica.collect_state()
-
-    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
-        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
-        exchange(self.comm, Kind.BROADCAST, self.step_count)
-        self._replica.load(weights, state)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**

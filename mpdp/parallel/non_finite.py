@@ -1,19 +1,15 @@
-"""What is done about a loss or gradient that is not finite: the same on all ranks, naming where it came from."""
+"""Errors about a loss or gradient that is not finite: the same on all ranks, naming where it came from."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import NonFiniteError, on_all_ranks
-from ..optim import LossScale
 from .layout import Layout
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 
 def raise_loss(comm: Communicator, mine: float, total: float, step: int, precision: str) -> NoReturn:
@@ -41,19 +37,3 @@ def raise_gradient(layout: Layout, element: int, step: int, scale: float | None)
             "nothing was updated; look at the learning rate and the data"
         )
     )
-
-
-def applies(replica: Replica, scale: LossScale | None, step: int) -> bool:
-    """Return whether to apply the reduced gradient, and go on to the next loss scale; all ranks decide alike.
-
-    **Collective** where ranks hold parts of the gradient.
-
-    Raises:
-        NonFiniteError: on all ranks, if it is not finite and no loss scale can fall.
-    """
-    finite = replica.all_finite(step)
-    if not finite and (scale is None or scale.at_bottom):
-        raise_gradient(replica.layout, replica.first_bad(), step, None if scale is None else scale.smallest)
-    if scale is not None:
-        scale.update(finite)
-    return finite

@@ -6,7 +6,7 @@ parameters are frozen or thawed. When gradients are computed and reduced is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from .arena import Arena, GradientArena
 from .layout import Layout
 from .masters import Masters
 from .precision import Precision, reduced_dtype
-from .record import Kind, exchange
 from .reducer import Reducer
 from .replica_check import check_replicas
 
@@ -57,9 +56,10 @@ class Replica:
         buffers: name to buffer.
         layout: the index space of this generation.
         arena: the gradients over it. ``weights``: the flat weights, or what this rank has of them (``masters``).
-            ``copies``: the flat working copies, or None.
+            ``copies``: the flat working copies, or None. ``masters``: the slices of the weights, None where they are
+            whole.
+        kernels: of the device.
         placement: who updates what. ``given``: the chunks of weights that owners give the other ranks.
-        masters: the weights where ranks hold parts of them, or None.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
@@ -78,7 +78,7 @@ class Replica:
         placement: str = "replicated",
     ) -> None:
         self.device = device
-        self._kernels: Any = kernels.for_device(device)
+        self.kernels: Any = kernels.for_device(device)
         self._placement = placement
         self.comm = comm
         self.optimizer: Optimizer | None = None
@@ -131,7 +131,7 @@ class Replica:
         in_slices = self._copies is not None and self._placement == "sharded" and not self.placement.whole
         self._weights: Arena | None = None
         if in_slices:
-            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
         else:
             self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
             whole = self._weights.array
@@ -161,7 +161,7 @@ class Replica:
         """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
         assert self._copies is not None
         self.comm.broadcast(whole)
-        self._kernels.store(whole, self._copies.array)
+        self.kernels.store(whole, self._copies.array)
         masters.fill(whole)
 
     def _show(self, masters: Masters) -> None:
@@ -201,103 +201,10 @@ class Replica:
         if self._copies is not None:
             end, size = self.layout.trainable_size, self.layout.size
             if self.masters is None:
-                self._kernels.store(self.weights, self._copies.array)
+                self.kernels.store(self.weights, self._copies.array)
             elif size > end:  # of the others nobody but the optimizer can have written the master
-                self._kernels.store(self.weights[end:size], self._copies.array[end:size])
+                self.kernels.store(self.weights[end:size], self._copies.array[end:size])
         self.binding.stale = False
-
-    # -- an update
-
-    def all_finite(self, step: int) -> bool:
-        """Return whether the reduced gradient is finite, the same on every rank.
-
-        **Collective** where ranks hold parts of it.
-
-        Args:
-            step: finished updates.
-        """
-        held, gradient = self.placement.held, self.arena.array
-        if held is None:
-            return bool(self._kernels.all_finite(gradient))
-        finite = all(bool(self._kernels.all_finite(gradient[start:stop])) for start, stop in held)
-        return not exchange(self.comm, Kind.UPDATE, step, sums=(not finite,), layout=self.layout.digest).sums[
-            0
-        ]
-
-    def first_bad(self) -> int:
-        """Return the first element of a parameter whose reduced gradient is not finite, -1 if there is none.
-
-        **Collective** where ranks hold parts of it.
-        """
-        held, gradient = self.placement.held, self.arena.array
-        found = self.layout.size
-        for start, stop in ((0, self.layout.trainable_size),) if held is None else held:
-            part = self._kernels.to_numpy(gradient[start:stop]).astype(np.float64, copy=False)
-            bad = np.flatnonzero(~np.isfinite(part))
-            if len(bad):
-                found = start + int(bad[0])
-                break
-        if held is not None:
-            found = -self.comm.reduce_numbers([-found], [])[0][0]
-        return found if found < self.layout.size else -1
-
-    def squared_norm(self) -> float:
-        """Return the squared norm of the reduced gradient, the same bits on every rank and for every placement.
-
-        **Collective** where ranks hold parts of it: they bring the sums of their spans, which are added in order.
-        """
-        held, gradient, span = self.placement.held, self.arena.array, self.layout.SPAN
-        if held is None:
-            return float(self._kernels.squared_norm(gradient, span))
-        sums = self._kernels.flat_zeros(self.layout.trainable_size // span, np.float64)
-        for start, stop in held:
-            sums[start // span : stop // span] = self._kernels.sum_of_squares(gradient[start:stop], span)
-        self.comm.all_reduce(sums, lane="urgent")
-        return float(self._kernels.total(sums))
-
-    def update(self, apply: Callable[[int, int], None]) -> None:
-        """Apply an update where it is done, and give every rank the new weights.
-
-        **Collective** where ranks hold parts.
-
-        Args:
-            apply: ``apply(start, stop)`` updates a range of the weights, and of the working copies.
-        """
-        self.placement.update(self.given, apply)
-        if self.masters is not None:
-            self.masters.share()
-        elif self.placement.held == () and self._copies is not None:
-            self._kernels.store(self.weights, self._copies.array)  # what has come are the masters
-
-    def sums_of(self, optimizer: Optimizer, prepare: Callable[[int, int], Any]) -> Any:
-        """Return the sums of all ranges that a rule needs, where ranks hold parts; None where ``apply`` sees to them.
-
-        **Collective** where ranks hold parts: each brings the rows of its own, and zeros change no bit of the others'.
-
-        Args:
-            optimizer: the rule.
-            prepare: ``prepare(start, stop)`` writes the rows of a range.
-        """
-        if self.placement.held is None or not optimizer.needs_sums:
-            return None
-        table = optimizer.sums
-        table.fill(0)
-        for start, stop in self.placement.held:
-            prepare(start, stop)
-        self.comm.all_reduce(table.reshape(-1), lane="urgent")
-        return table
-
-    def show_weights(self) -> None:
-        """Let forward read weights that something else than an update has written on every rank.
-
-        **Collective** where ranks hold parts of them, else **Local.**
-        """
-        self.binding.stale = True
-        if self.masters is not None:
-            weights, copies = self.weights, self.copies
-            self.update(lambda start, stop: self._kernels.store(weights[start:stop], copies[start:stop]))
-
-    # -- values
 
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
         """Return name to position for those leaves of a tape that this layout trains. **Local.**"""
@@ -356,7 +263,7 @@ class Replica:
         """Give the parameters values of their own, right on rank 0 alone. **Local.**"""
         if whole is None:
             whole = np.zeros(self.layout.size, self.dtype)
-        flat = self._kernels.from_host(whole)
+        flat = self.kernels.from_host(whole)
         for name, parameter in self.parameters.items():
             parameter.release(self.layout.view(flat, name))
 
@@ -367,7 +274,7 @@ class Replica:
         """
         if self.masters is not None:
             return self.masters.collect()
-        return self._kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
+        return self.kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
 
     def collect_state(self) -> dict[str, np.ndarray | None]:
         """Return the optimizer's slots over the trainable zone in host memory on rank 0, None each elsewhere.
@@ -384,12 +291,12 @@ class Replica:
         **Collective.** Each argument is None on other ranks than 0.
         """
         if self.masters is not None:
-            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
             if weights is not None:
-                whole[...] = self._kernels.from_host(weights)
+                whole[...] = self.kernels.from_host(weights)
             self._fill(self.masters, whole)
         elif weights is not None:
-            self.weights[...] = self._kernels.from_host(weights)
+            self.weights[...] = self.kernels.from_host(weights)
         self.broadcast()
         for slot, full in state.items():
             assert self.optimizer is not None
@@ -419,7 +326,7 @@ class Replica:
         self.optimizer = optimizer
 
     def _bind(self, optimizer: Optimizer) -> None:
-        optimizer.bind(self.layout, self.weights, self._kernels, self.copies, self.placement.held)
+        optimizer.bind(self.layout, self.weights, self.kernels, self.copies, self.placement.held)
 
     def _move_optimizer(
         self, optimizer: Optimizer, old_layout: Layout, state: Mapping[str, np.ndarray | None]

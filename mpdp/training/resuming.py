@@ -79,8 +79,8 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
 def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
     """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
     parallel = trainer.parallel
-    weights, state = parallel.collect()
-    average = averaging.collect(parallel._replica)
+    replica = parallel._replica
+    weights, state, average = replica.collect_weights(), replica.collect_state(), averaging.collect(replica)
     if weights is None:
         return {}
     layout = parallel.layout
@@ -181,7 +181,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         there = kernels.for_device(trainer.world.device).from_host
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
-    parallel.load(weights, slots)
+    parallel._replica.load(weights, slots)
     _restore_average(trainer, bool(state.get("average")), tensors)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})

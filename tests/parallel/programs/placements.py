@@ -58,7 +58,8 @@ def share(step):
 def state_of(trainer):
     """All weights, slots and buffers, on rank 0; fewer elsewhere."""
     trainer.settle()
-    weights, slots = trainer.parallel.collect()
+    replica = trainer.parallel._replica
+    weights, slots = replica.collect_weights(), replica.collect_state()
     copies = trainer.parallel._replica.copies
     arrays = [] if weights is None else [weights.copy(), *[slot.copy() for slot in slots.values()]]
     average = averaging.collect(trainer.parallel._replica)

@@ -92,10 +92,9 @@ def train(
 
 def bits(trainer):
     """Return all state of a trainer as bytes, on rank 0."""
-    weights, slots = trainer.parallel.collect()
-    trainer.parallel.load(weights, slots)
-    weights, slots = trainer.parallel.collect()
-    average = averaging.collect(trainer.parallel._replica)
+    replica = trainer.parallel._replica
+    replica.load(replica.collect_weights(), replica.collect_state())
+    weights, slots, average = replica.collect_weights(), replica.collect_state(), averaging.collect(replica)
     if weights is None:
         return None
     copies = trainer.parallel._replica.copies
