@@ -17,8 +17,11 @@ from .. import kernels
 from ..autodiff import SampleContext, Tape, Tensor, samples
 from ..kernels.board import Board
 from ..optim import Optimizer
+from . import averaging
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import split_captured
+from .update import sums_of, update
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
@@ -47,6 +50,7 @@ class Capture:
         accumulate: micro-batches of an update.
         recorder: turns launches into graphs.
         inside: chunks are reduced inside of the graph, not by the host behind it.
+        clip_value: see :class:`mpdp.Trainer`.
 
     Attributes:
         board: what the graphs read; None before the first capture, and after it has halted.
@@ -65,9 +69,11 @@ class Capture:
         accumulate: int,
         recorder: Any,
         inside: bool,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel, self.loss_function, self.optimizer = parallel, loss_function, optimizer
         self.accumulate, self.recorder, self.inside = accumulate, recorder, inside
+        self.clip_value = clip_value
         self.board: Board | None = None
         self.graphs: dict[Any, Captured] = {}
         self.finish: Any = None
@@ -112,6 +118,7 @@ class Capture:
                 self.board = self._new_board()
             self._share(self.board)
             self.optimizer.prepare_captured()
+            averaging.start(parallel._replica)
             if (
                 parallel.exponent not in self._seeds
             ):  # a constant in memory saves the launch that would write it
@@ -233,7 +240,7 @@ class Capture:
             plan.after[-1]()
         tape.backward(seed, plan.after)
         reducer.wait()
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self._apply()
 
     def _know_used(self, plan: Any) -> None:
@@ -254,16 +261,14 @@ class Capture:
             board.look(gradient, span)
             self._comm.all_reduce(board.parts, lane="urgent")
         board.decide(gradient, span, getattr(self._comm, "halt", 0), self._loss)
-        replica.update(
-            partial(
-                self.optimizer.apply_captured,
-                gradient,
-                scale=board.scale,
-                numbers=board.numbers,
-                when=board.apply,
-                used=self.used,
-            )
-        )
+        given: dict[str, Any] = {
+            "scale": board.scale, "numbers": board.numbers, "when": board.apply, "used": self.used,
+            "clip_value": self.clip_value,
+        }  # fmt: skip
+        optimizer = self.optimizer
+        sums = sums_of(replica, optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
+        update(replica, partial(optimizer.apply_captured, gradient, sums=sums, **given))
+        averaging.move(replica, board.apply)
 
 
 def nothing() -> None:

@@ -8,6 +8,7 @@ optimizer divides by the global count. So shares of any size, also empty ones, a
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,12 @@ from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
 from ..comm.agreement import compare, together
 from ..errors import DisagreementError, on_all_ranks
 from ..nn import Module
-from ..optim import LossScale, Optimizer
+from ..optim import LossScale, Optimizer, WeightAverage
 from ..world import World, init
-from . import non_finite
+from . import averaging, non_finite
 from .arena import GradientArena
-from .collectives import AxisPeers, average_buffers
-from .forms import check_rate, leading_length, split_loss
+from .collectives import AxisPeers, average_trained
+from .forms import check_clip, check_rate, leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
@@ -31,6 +32,7 @@ from .precision import Precision, loss_scale_of
 from .record import Kind, agree_used, exchange
 from .reducer import Reducer
 from .replica import Replica
+from .update import squared_norm, sums_of, to_be_applied, update
 
 
 class DataParallel:
@@ -145,11 +147,6 @@ class DataParallel:
         return self._replica.reducer
 
     @property
-    def given(self) -> list[Any]:
-        """The chunks of weights, or of working copies, that owners give the other ranks after an update."""
-        return self._replica.given
-
-    @property
     def weights(self) -> Any:
         """The flat weights over ``layout``; under ``"sharded"`` and 16 bits a HeldArray, of this rank's ranges."""
         return self._replica.weights
@@ -187,6 +184,14 @@ class DataParallel:
         """Give the optimizer its place over the layout; the first call allocates its state. **Local.**"""
         self._replica.bind_optimizer(optimizer)
 
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the weights, of :class:`optim.WeightAverage`, from the next update on. **Local.**"""
+        averaging.keep(self._replica, WeightAverage(decay))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, without updates inside. **Collective.**"""
+        return averaging.averaged(self._replica)
+
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on.
 
@@ -202,6 +207,7 @@ class DataParallel:
         self._train_only(dict.fromkeys(names, True))
 
     def _train_only(self, flags: dict[str, bool]) -> None:
+        averaging.refuse(self._replica, "freeze or thaw")
         exchange(self.comm, Kind.FREEZE, self.step_count)
         self._replica.train_only(flags)
         self._plans.forget()
@@ -340,14 +346,7 @@ class DataParallel:
         if tape is not None:
             tape.backward(seed, plan.after)
         self._replica.reducer.wait()
-        self._average()
-
-    def _average(self) -> None:
-        """Bring buffers together that ranks have changed differently. **Collective** where there are any."""
-        training = [module for module in self._averaging if module.training]
-        if training:
-            buffers = [getattr(module, name) for module in training for name in module.averaged_buffers]
-            average_buffers(self.comm, buffers, float(self._own))
+        average_trained(self.comm, self._averaging, float(self._own))
 
     def _exchange_record(self, plan: Plan, stop: bool) -> None:
         """Agree with all ranks on what is about to be reduced. **Collective.**"""
@@ -384,7 +383,14 @@ class DataParallel:
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
 
-    def step(self, optimizer: Optimizer, *, lr: float | None = None, clip_norm: float | None = None) -> float:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> float:
         """Update the weights from the reduced gradients.
 
         **Local** where every replica computes the same bits, and **Collective** with another placement than
@@ -394,6 +400,7 @@ class DataParallel:
             optimizer: an optimizer of ``optim``; always the same one.
             lr: the learning rate of this update (default: the optimizer's).
             clip_norm: scale the averaged gradient by ``min(1, clip_norm / (norm + 1e-6))``.
+            clip_value: then cut its elements to [-clip_value, clip_value].
 
         Under float16 an update whose reduced gradient is not finite is skipped, on every rank alike, and the loss scale
         falls; the step counts as finished (``loss_scale.skipped`` counts them).
@@ -415,21 +422,21 @@ class DataParallel:
         self.bind_optimizer(optimizer)
         lr = optimizer.lr if lr is None else lr
         check_rate(lr, self.step_count)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm: expected a number above 0, got {clip_norm}; None does not clip")
-        count, loss_sum = self._agreed
-        replica = self._replica
+        check_clip(clip_norm=clip_norm, clip_value=clip_value)
+        (count, loss_sum), replica, gradient = self._agreed, self._replica, self.arena.array
+        averaging.start(replica)
         try:
             loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            if count > 0 and self._all_finite():
+            if count > 0 and to_be_applied(replica, self.loss_scale, self.step_count):
                 scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
-                    norm = math.sqrt(replica.squared_norm()) * scale
+                    norm = math.sqrt(squared_norm(replica)) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
-                replica.update(
-                    partial(optimizer.apply, self.arena.array, scale=scale, lr=lr, used=self._used)
-                )
+                given: dict[str, Any] = {"scale": scale, "used": self._used, "clip_value": clip_value}
+                sums = sums_of(replica, optimizer, partial(optimizer.prepare, gradient, **given))
+                update(replica, partial(optimizer.apply, gradient, lr=lr, sums=sums, **given))
                 optimizer.finish_update(self._used)
+                averaging.move(replica)
         finally:
             self._replica.binding.update += 1
             stop = self.stop_agreed
@@ -439,17 +446,6 @@ class DataParallel:
         self.world.activity.step = self.step_count  # what a report names: the update that comes next
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
-
-    def _all_finite(self) -> bool:
-        """Return whether to apply the reduced gradient, and go on to the next loss scale; all ranks decide alike."""
-        finite = self._replica.all_finite(self.step_count)
-        scale = self.loss_scale
-        if not finite and (scale is None or scale.at_bottom):
-            smallest = None if scale is None else scale.smallest
-            non_finite.raise_gradient(self.layout, self._replica.first_bad(), self.step_count, smallest)
-        if scale is not None:
-            scale.update(finite)
-        return finite
 
     # -- the state
 
@@ -465,15 +461,6 @@ class DataParallel:
             return None
         weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
         return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
-
-    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
-        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
-        return self._replica.collect_weights(), self._replica.collect_state()
-
-    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
-        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
-        exchange(self.comm, Kind.BROADCAST, self.step_count)
-        self._replica.load(weights, state)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**

@@ -98,14 +98,19 @@ class Masters:
             # Zeros from all ranks but the owner: as integers, since a sum of floats would turn -0.0 into 0.0.
             self._comm.all_reduce(self._bits)
 
-    def collect(self) -> np.ndarray | None:
-        """Return the masters over the whole layout in host memory on rank 0, None elsewhere. **Collective.**"""
-        trained = self._placement.collect(self.held)
+    def collect(self, flat: HeldArray | None = None) -> np.ndarray | None:
+        """Return the masters over the whole layout in host memory on rank 0, None elsewhere. **Collective.**
+
+        Args:
+            flat: an array with the same ranges, in place of the masters.
+        """
+        held = self.held if flat is None else flat
+        trained = self._placement.collect(held)
         if trained is None:
             return None
         end = self._layout.trainable_size
         whole = np.zeros(self._layout.size, trained.dtype)
         whole[:end] = trained
         if self._layout.size > end:
-            whole[end:] = self._kernels.to_numpy(self.held[end : self._layout.size])
+            whole[end:] = self._kernels.to_numpy(held[end : self._layout.size])
         return whole

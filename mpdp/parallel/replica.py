@@ -6,7 +6,7 @@ parameters are frozen or thawed. When gradients are computed and reduced is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from ..comm.base import Communicator
 from ..device import Device
 from ..errors import DisagreementError
 from ..nn import Module
-from ..optim import Optimizer
+from ..optim import Optimizer, WeightAverage
+from . import averaging
 from .arena import Arena, GradientArena
 from .layout import Layout
 from .masters import Masters
 from .precision import Precision, reduced_dtype
-from .record import Kind, exchange
 from .reducer import Reducer
 from .replica_check import check_replicas
 
@@ -56,12 +56,15 @@ class Replica:
         buffers: name to buffer.
         layout: the index space of this generation.
         arena: the gradients over it. ``weights``: the flat weights, or what this rank has of them (``masters``).
-            ``copies``: the flat working copies, or None.
+            ``copies``: the flat working copies, or None. ``masters``: the slices of the weights, None where they are
+            whole.
+        kernels: of the device.
         placement: who updates what. ``given``: the chunks of weights that owners give the other ranks.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
         optimizer: the one whose state belongs to the replica, or None.
+        average: the moving average of its weights, or None.
     """
 
     def __init__(
@@ -75,10 +78,11 @@ class Replica:
         placement: str = "replicated",
     ) -> None:
         self.device = device
-        self._kernels: Any = kernels.for_device(device)
+        self.kernels: Any = kernels.for_device(device)
         self._placement = placement
         self.comm = comm
         self.optimizer: Optimizer | None = None
+        self.average: WeightAverage | None = None
         self._chunk_bytes = chunk_bytes
         together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
@@ -127,7 +131,7 @@ class Replica:
         in_slices = self._copies is not None and self._placement == "sharded" and not self.placement.whole
         self._weights: Arena | None = None
         if in_slices:
-            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
         else:
             self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
             whole = self._weights.array
@@ -143,21 +147,21 @@ class Replica:
             parameter.bind(self.layout.view(whole, name), gradient, self.binding, copy)
             if parameter.requires_grad:
                 self._name_of[parameter] = name
-        self._masters: Masters | None = None
+        self.masters: Masters | None = None
         if in_slices:
-            self._masters = Masters(self.layout, self.placement, self.comm, self.device, self.dtype)
-            self._fill(self._masters, whole)
-            self._show(self._masters)
+            self.masters = Masters(self.layout, self.placement, self.comm, self.device, self.dtype)
+            self._fill(self.masters, whole)
+            self._show(self.masters)
         else:
             self.refresh()
-        given = self.weights if self._masters is None else self.copies
+        given = self.weights if self.masters is None else self.copies
         self.given = [given[start:stop] for start, stop in self.reducer.chunks]
 
     def _fill(self, masters: Masters, whole: Any) -> None:
         """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
         assert self._copies is not None
         self.comm.broadcast(whole)
-        self._kernels.store(whole, self._copies.array)
+        self.kernels.store(whole, self._copies.array)
         masters.fill(whole)
 
     def _show(self, masters: Masters) -> None:
@@ -177,15 +181,15 @@ class Replica:
     @property
     def weights(self) -> Any:
         """The flat weights over ``layout``, or what this rank has of them."""
-        if self._masters is not None:
-            return self._masters.held
+        if self.masters is not None:
+            return self.masters.held
         assert self._weights is not None
         return self._weights.array
 
     @property
     def weights_nbytes(self) -> int:
         """Bytes of weights that this rank has, working copies left out."""
-        return int(self.weights.nbytes) if self._masters is None else self._masters.nbytes
+        return int(self.weights.nbytes) if self.masters is None else self.masters.nbytes
 
     @property
     def copies(self) -> Any:
@@ -196,76 +200,11 @@ class Replica:
         """Round the weights to the working copies again, after something else than the optimizer wrote them."""
         if self._copies is not None:
             end, size = self.layout.trainable_size, self.layout.size
-            if self._masters is None:
-                self._kernels.store(self.weights, self._copies.array)
+            if self.masters is None:
+                self.kernels.store(self.weights, self._copies.array)
             elif size > end:  # of the others nobody but the optimizer can have written the master
-                self._kernels.store(self.weights[end:size], self._copies.array[end:size])
+                self.kernels.store(self.weights[end:size], self._copies.array[end:size])
         self.binding.stale = False
-
-    # -- an update
-
-    def all_finite(self, step: int) -> bool:
-        """Return whether the reduced gradient is finite, the same on every rank.
-
-        **Collective** where ranks hold parts of it.
-
-        Args:
-            step: finished updates.
-        """
-        held, gradient = self.placement.held, self.arena.array
-        if held is None:
-            return bool(self._kernels.all_finite(gradient))
-        finite = all(bool(self._kernels.all_finite(gradient[start:stop])) for start, stop in held)
-        return not exchange(self.comm, Kind.UPDATE, step, sums=(not finite,), layout=self.layout.digest).sums[
-            0
-        ]
-
-    def first_bad(self) -> int:
-        """Return the first element of a parameter whose reduced gradient is not finite, -1 if there is none.
-
-        **Collective** where ranks hold parts of it.
-        """
-        held, gradient = self.placement.held, self.arena.array
-        found = self.layout.size
-        for start, stop in ((0, self.layout.trainable_size),) if held is None else held:
-            part = self._kernels.to_numpy(gradient[start:stop]).astype(np.float64, copy=False)
-            bad = np.flatnonzero(~np.isfinite(part))
-            if len(bad):
-                found = start + int(bad[0])
-                break
-        if held is not None:
-            found = -self.comm.reduce_numbers([-found], [])[0][0]
-        return found if found < self.layout.size else -1
-
-    def squared_norm(self) -> float:
-        """Return the squared norm of the reduced gradient, the same bits on every rank and for every placement.
-
-        **Collective** where ranks hold parts of it: they bring the sums of their spans, which are added in order.
-        """
-        held, gradient, span = self.placement.held, self.arena.array, self.layout.SPAN
-        if held is None:
-            return float(self._kernels.squared_norm(gradient, span))
-        sums = self._kernels.flat_zeros(self.layout.trainable_size // span, np.float64)
-        for start, stop in held:
-            sums[start // span : stop // span] = self._kernels.sum_of_squares(gradient[start:stop], span)
-        self.comm.all_reduce(sums, lane="urgent")
-        return float(self._kernels.total(sums))
-
-    def update(self, apply: Callable[[int, int], None]) -> None:
-        """Apply an update where it is done, and give every rank the new weights.
-
-        **Collective** where ranks hold parts.
-
-        Args:
-            apply: ``apply(start, stop)`` updates a range of the weights, and of the working copies.
-        """
-        self.placement.update(self.given, apply)
-        if self._masters is not None:
-            self._masters.share()
-        elif self.placement.held == () and self._copies is not None:
-            self._kernels.store(self.weights, self._copies.array)  # what has come are the masters
-
-    # -- values
 
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
         """Return name to position for those leaves of a tape that this layout trains. **Local.**"""
@@ -286,8 +225,10 @@ class Replica:
 
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
-        if self._masters is None:
+        if self.masters is None:
             self.comm.broadcast(self.weights, root=root)
+            if self.average is not None and self.average.started:
+                self.comm.broadcast(self.average.array, root=root)
         elif self.layout.size > self.layout.trainable_size:  # the others are equal already
             self.comm.broadcast(self.weights[self.layout.trainable_size : self.layout.size], root=root)
         self.refresh()
@@ -307,12 +248,14 @@ class Replica:
         """
         together(self.comm, lambda: self._check_names(flags))
         compare(self.comm, "freeze or thaw", dict(sorted(flags.items())))
-        old_layout, state = self.layout, self.collect_state()
-        if self._masters is not None:
+        old_layout, state, average = self.layout, self.collect_state(), averaging.collect(self)
+        if self.masters is not None:
             self._release(self.collect_weights())
         for name, flag in flags.items():
             self.parameters[name].requires_grad = flag
         self._build(old_layout.generation + 1)
+        if self.average is not None:
+            averaging.lay_out(self, old_layout, average)
         if self.optimizer is not None:
             self._move_optimizer(self.optimizer, old_layout, state)
 
@@ -320,7 +263,7 @@ class Replica:
         """Give the parameters values of their own, right on rank 0 alone. **Local.**"""
         if whole is None:
             whole = np.zeros(self.layout.size, self.dtype)
-        flat = self._kernels.from_host(whole)
+        flat = self.kernels.from_host(whole)
         for name, parameter in self.parameters.items():
             parameter.release(self.layout.view(flat, name))
 
@@ -329,9 +272,9 @@ class Replica:
 
         **Collective.** None on other ranks.
         """
-        if self._masters is not None:
-            return self._masters.collect()
-        return self._kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
+        if self.masters is not None:
+            return self.masters.collect()
+        return self.kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
 
     def collect_state(self) -> dict[str, np.ndarray | None]:
         """Return the optimizer's slots over the trainable zone in host memory on rank 0, None each elsewhere.
@@ -347,13 +290,13 @@ class Replica:
 
         **Collective.** Each argument is None on other ranks than 0.
         """
-        if self._masters is not None:
-            whole = self._kernels.flat_zeros(self.layout.size, self.dtype)
+        if self.masters is not None:
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
             if weights is not None:
-                whole[...] = self._kernels.from_host(weights)
-            self._fill(self._masters, whole)
+                whole[...] = self.kernels.from_host(weights)
+            self._fill(self.masters, whole)
         elif weights is not None:
-            self.weights[...] = self._kernels.from_host(weights)
+            self.weights[...] = self.kernels.from_host(weights)
         self.broadcast()
         for slot, full in state.items():
             assert self.optimizer is not None
@@ -383,7 +326,7 @@ class Replica:
         self.optimizer = optimizer
 
     def _bind(self, optimizer: Optimizer) -> None:
-        optimizer.bind(self.layout, self.weights, self._kernels, self.copies, self.placement.held)
+        optimizer.bind(self.layout, self.weights, self.kernels, self.copies, self.placement.held)
 
     def _move_optimizer(
         self, optimizer: Optimizer, old_layout: Layout, state: Mapping[str, np.ndarray | None]
@@ -420,17 +363,19 @@ class Replica:
             step: finished updates.
             beside: name to array of what else must be equal.
         """
-        flats: dict[str, Any] = {} if self._masters is not None else {"weight": self.weights}
+        flats: dict[str, Any] = {} if self.masters is not None else {"weight": self.weights}
         if self._copies is not None:
             if self.binding.stale:
                 self.refresh()  # a local fact must not change what is compared
             flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
         arrays |= beside
-        if self._masters is not None:
+        if self.average is not None and self.average.started and self.masters is None:
+            flats["average"] = self.average.array
+        if self.masters is not None:
             for name in self.parameters:
                 wide = (
-                    self._masters.wide(name) if self.layout[name].trainable else self.parameters[name].numpy()
+                    self.masters.wide(name) if self.layout[name].trainable else self.parameters[name].numpy()
                 )
                 if wide is not None:
                     arrays[f"weight of {name}"] = wide

@@ -118,7 +118,7 @@ class Timeline:
             return
         spans = self._spans
         spans.labels = {id(view): f"chunk {i}" for i, view in enumerate(self.parallel.reducer.views)}
-        spans.labels |= {id(view): f"weights {i}" for i, view in enumerate(self.parallel.given)}
+        spans.labels |= {id(view): f"weights {i}" for i, view in enumerate(self.parallel._replica.given)}
         spans.begin_step()
         self._forward_end = None
         self._step_start, self._step_mark = spans.clock(), spans.mark()

@@ -46,6 +46,7 @@ def load_model(
     model: Module | None = None,
     *,
     best: bool = False,
+    ema: bool = False,
     device: Device | str = "cpu",
 ) -> Module:
     """Return the model of a checkpoint, in evaluation mode.
@@ -58,10 +59,12 @@ def load_model(
             was made by a function of ``nn.models`` (``mlp``, ``convnet``, ``resnet18``, ``resnet50``, ``gpt``) and not
             changed afterwards: code is never taken from a file.
         best: of a run's folder, take the best checkpoint (``keep_best=``) in place of the newest.
+        ema: the averaged weights of a trainer with ``ema=``.
         device: where a model that is made anew lies; one that is passed stays where it is.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it is torn, or it does not fit ``model``; nothing was loaded.
+        CheckpointError: there is no complete checkpoint, it is torn, has no average, or does not fit ``model``; nothing
+            was loaded.
         ValueError: ``model`` is missing where it is needed.
         TypeError: ``model`` is no module.
 
@@ -77,7 +80,11 @@ def load_model(
     """
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module")
-    found, tensors = _read(Path(path), best)
+    found, tensors = _read(Path(path), best, "average/" if ema else "weights/")
+    if ema and not found.state.get("average"):
+        raise CheckpointError(
+            f"checkpoint {found.path}: expected one with averaged weights, got one without; train with ema="
+        )
     weights = {name.partition("/")[2]: array for name, array in tensors.items()}
     if model is None:
         most = sum(array.size for array in weights.values())
@@ -92,28 +99,28 @@ def load_model(
     return model.eval()
 
 
-def _read(path: Path, best: bool) -> tuple[Checkpoint, dict[str, np.ndarray]]:
-    """Return a checkpoint with its weights and buffers."""
+def _read(path: Path, best: bool, kind: str) -> tuple[Checkpoint, dict[str, np.ndarray]]:
+    """Return a checkpoint with its weights, or averaged weights, and buffers."""
+
+    def of_the_model(name: str) -> bool:
+        return name.startswith((kind, "buffers/"))
+
     if (path / checkpoint.MANIFEST).exists() or not (path / "checkpoints").is_dir():
         found = checkpoint.read(path)
-        return found, checkpoint.load(found, _of_the_model)
+        return found, checkpoint.load(found, of_the_model)
     if best:
         found = checkpoint.read(best_checkpoint(path))
-        return found, checkpoint.load(found, _of_the_model)
+        return found, checkpoint.load(found, of_the_model)
     reasons: list[str] = []
     for found in checkpoint.found_below(path / "checkpoints", reasons):
         try:
-            return found, checkpoint.load(found, _of_the_model)
+            return found, checkpoint.load(found, of_the_model)
         except CheckpointError as error:
             reasons.append(str(error))
     raise CheckpointError(
         f"checkpoint: expected a complete one below {path}, got none{''.join(f'; {text}' for text in reasons)}; "
         "check the path"
     )
-
-
-def _of_the_model(name: str) -> bool:
-    return name.startswith(("weights/", "buffers/"))
 
 
 def _widen(model: Module, weights: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ is checked before anything is changed. ``snapshot`` is the way there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from ..autodiff import Tensor
 from ..comm.agreement import on_root
 from ..comm.base import Communicator
 from ..errors import CheckpointError
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 from . import checkpoint, snapshot
 from .calling import told
@@ -116,12 +118,12 @@ def _differences(trainer: Trainer, state: dict[str, Any]) -> list[str]:
 
 def _missing(trainer: Trainer, state: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> list[str]:
     """Return which tensors are not there, or not in the form that the state says."""
-    kinds = {kind: np.dtype(str(flat.dtype)) for kind, flat in snapshot.flats(trainer).items()}
+    kinds = _dtypes(trainer, state)
     expected = {
         f"{kind}/{name}": (tuple(shape), dtype)
         for kind, dtype in kinds.items()
         for name, (shape, _, trainable) in state["parameters"].items()
-        if trainable or kind == "weights"
+        if trainable or kind in snapshot.WHOLE
     }
     for name, (shape, dtype) in state["buffers"].items():
         expected[f"buffers/{name}"] = tuple(shape), dtype_of(dtype)
@@ -130,6 +132,16 @@ def _missing(trainer: Trainer, state: dict[str, Any], tensors: Mapping[str, np.n
         for name, (shape, dtype) in expected.items()
         if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (shape, dtype)
     ]
+
+
+def _dtypes(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, np.dtype]:
+    """Return the dtype of what this trainer takes up, by its name."""
+    master = trainer.parallel.precision.master
+    found = {"weights": master}
+    found |= {f"optimizer/{slot}": flat.dtype for slot, flat in trainer.optimizer.state.items()}
+    if state.get("average") is True and trainer.parallel._replica.average is not None:
+        found["average"] = master
+    return {kind: np.dtype(str(dtype)) for kind, dtype in found.items()}
 
 
 def _try_out(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -145,23 +157,16 @@ def _try_out(trainer: Trainer, state: dict[str, Any]) -> None:
         trainable
     ) <= set(state["updates"]):
         raise ValueError("updates or trainable flags of parameters are missing")
-    for part, stored in _stateful(trainer, state):
-        copy.deepcopy(part).load_state(stored)
+    if trainer.parallel.loss_scale is not None and state.get("loss_scale") is not None:
+        copy.deepcopy(trainer.parallel.loss_scale).load_state(state["loss_scale"])
+    if hasattr(trainer.schedule, "load_state"):
+        with contextlib.suppress(ValueError):  # that of another schedule is left out
+            copy.deepcopy(trainer.schedule).load_state(state.get("schedule"))
     for name, plan in state.get("plans", {}).items():
         if not isinstance(name, str) or not isinstance(plan, str):
             raise ValueError(f"plan {name!r} is {plan!r}")
     for stored in state.get("callbacks", []):
         stored["class"], stored["state"]
-
-
-def _stateful(trainer: Trainer, state: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Return those parts of a trainer that take up a state of their own, with it."""
-    parts: dict[str, Any] = {"loss_scale": trainer.parallel.loss_scale, "schedule": trainer.schedule}
-    return [
-        (part, state[name])
-        for name, part in parts.items()
-        if state.get(name) is not None and hasattr(part, "load_state")
-    ]
 
 
 def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> None:
@@ -174,25 +179,28 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
     on_device = kernels.for_device(trainer.world.device)
-    whole: dict[str, np.ndarray | None] = dict.fromkeys(snapshot.flats(trainer))
+    whole: dict[str, np.ndarray | None] = dict.fromkeys(_dtypes(trainer, state))
     if tensors is not None:
-        for kind, flat in snapshot.flats(trainer).items():
+        for kind, dtype in _dtypes(trainer, state).items():
+            entries = layout.entries if kind in snapshot.WHOLE else layout.trainable
             full = whole[kind] = np.zeros(
-                layout.size if kind == "weights" else layout.trainable_size, flat.dtype
+                layout.size if kind in snapshot.WHOLE else layout.trainable_size, dtype
             )
-            for entry in layout.entries if kind == "weights" else layout.trainable:
+            for entry in entries:
                 layout.view(full, entry.name)[...] = tensors[f"{kind}/{entry.name}"]
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = on_device.from_host(tensors[f"buffers/{name}"])
-    slots = {name.removeprefix("optimizer/"): full for name, full in whole.items() if name != "weights"}
-    parallel.load(whole["weights"], slots)
+    replica = parallel._replica
+    replica.load(whole["weights"], {slot: whole[f"optimizer/{slot}"] for slot in optimizer.slots})
+    _restore_average(trainer, bool(state.get("average")), whole.get("average"))
     state = unpack(state, _small_arrays(comm, tensors))
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
-    for part, stored in _stateful(trainer, state):
-        part.load_state(stored)
+    if parallel.loss_scale is not None and state.get("loss_scale") is not None:
+        parallel.loss_scale.load_state(state["loss_scale"])
+    _restore_schedule(trainer, state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
         on_device.plan_book.load(state.get("plans", {}))
@@ -204,6 +212,34 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
         )
     trainer.position = Position.of(state["position"])
     _restore_callbacks(trainer, state.get("callbacks", []))
+
+
+def _restore_schedule(trainer: Trainer, state: Any) -> None:
+    """Take up what the schedule has learnt, unless the program's is another one now. **Local.**"""
+    schedule: Any = trainer.schedule
+    if not hasattr(schedule, "load_state"):
+        return
+    try:
+        schedule.load_state(state)
+    except ValueError as error:
+        schedule.load_state(None)
+        trainer.world.log("warning", f"resume: what the schedule had learnt is left out: {error}")
+
+
+def _restore_average(trainer: Trainer, held: bool, whole: np.ndarray | None) -> None:
+    """Take up the average of weights, which rank 0 has. **Collective.**"""
+    replica = trainer.parallel._replica
+    if replica.average is None:
+        if held:
+            trainer.world.log(
+                "info", "resume: the checkpoint's average of weights is left out; ema= would take it"
+            )
+        return
+    replica.average.started = False
+    if held:
+        averaging.load(replica, whole)
+    else:
+        trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
 
 
 def _small_arrays(comm: Communicator, tensors: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..comm.agreement import on_root
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 from ..world import World
 from . import resuming
@@ -65,6 +66,7 @@ class RunFiles:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        averaging.refuse(cast("Trainer", self).parallel._replica, "save")
         self.settle()
         agreed = exchange(
             self.world.axis("data"), Kind.SAVE, cast("Trainer", self).step_count, stop=bool(wait)

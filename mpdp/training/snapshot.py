@@ -16,6 +16,7 @@ from .. import kernels
 from ..comm.agreement import agree
 from ..nn.models import describe_model
 from ..optim.held import HeldArray
+from ..parallel import averaging
 from . import arguments
 from .calling import told
 from .checkpoint import Slice
@@ -26,13 +27,20 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+WHOLE = {"weights", "average"}  # these lie over the frozen zone too
+
+
 def flats(trainer: Trainer) -> dict[str, Any]:
-    """Return what lies over the trainable zone of the layout and belongs to the run's state, by its name.
+    """Return what lies over the layout and belongs to the run's state, by its name.
 
     **Local.** Arrays, or a HeldArray of the ranges that this rank has.
     """
-    optimizer = {f"optimizer/{slot}": flat for slot, flat in trainer.optimizer.state.items()}
-    return {"weights": trainer.parallel.weights, **optimizer}
+    replica = trainer.parallel._replica
+    found = {"weights": replica.weights}
+    found |= {f"optimizer/{slot}": flat for slot, flat in trainer.optimizer.state.items()}
+    if replica.average is not None and replica.average.started:
+        found["average"] = replica.average.array
+    return found
 
 
 def in_parts(trainer: Trainer) -> bool:
@@ -71,15 +79,8 @@ def tensors(trainer: Trainer, copy: bool, collect: bool = False) -> list[Slice]:
     layout, rank = parallel.layout, trainer.world.axis("data").rank
     found: list[Slice] = []
     if collect:
-        weights, slots = parallel.collect()
-        if weights is None:
-            return []
-        for kind, full in {
-            "weights": weights,
-            **{f"optimizer/{name}": slots[name] for name in slots},
-        }.items():
-            assert full is not None
-            found += cut(layout, kind, 0, _on_host(full, copy))
+        for kind, full in _collected(trainer).items():
+            found += [] if full is None else cut(layout, kind, 0, _on_host(full, copy))
     else:
         for kind, flat in flats(trainer).items():
             for start, stop in written_ranges(trainer):
@@ -91,14 +92,23 @@ def tensors(trainer: Trainer, copy: bool, collect: bool = False) -> list[Slice]:
         empty = [entry for entry in layout.trainable if entry.start == entry.stop]
         found += [Slice(f"{kind}/{entry.name}", entry.shape, 0, nothing) for entry in empty]
     done = {piece.name for piece in found}
-    for entry in layout.entries[len(layout.trainable) :]:
-        if f"weights/{entry.name}" not in done:
-            array = _on_host(parallel.weights[entry.start : entry.stop], copy)
-            found.append(Slice(f"weights/{entry.name}", entry.shape, 0, array))
+    for kind in WHOLE & flats(trainer).keys():
+        for entry in layout.entries[len(layout.trainable) :]:
+            if f"{kind}/{entry.name}" not in done:
+                array = _on_host(flats(trainer)[kind][entry.start : entry.stop], copy)
+                found.append(Slice(f"{kind}/{entry.name}", entry.shape, 0, array))
     for name, buffer in parallel.buffers.items():
         array = _on_host(buffer.data, copy)
         found.append(Slice(f"buffers/{name}", array.shape, 0, array))
     return found
+
+
+def _collected(trainer: Trainer) -> dict[str, np.ndarray | None]:
+    """Return on rank 0 the whole of what ranks hold parts of, by its name; None each elsewhere. **Collective.**"""
+    replica = trainer.parallel._replica
+    found = {"weights": replica.collect_weights()}
+    found |= {f"optimizer/{slot}": full for slot, full in replica.collect_state().items()}
+    return found | {"average": averaging.collect(replica)}
 
 
 def _part(flat: Any, start: int, stop: int) -> Any:
@@ -137,6 +147,7 @@ def state(trainer: Trainer) -> tuple[dict[str, Any], list[Slice]]:
     arrays: dict[str, np.ndarray] = {}
     callbacks = _callbacks(trainer, arrays)
     parallel, optimizer, schedule = trainer.parallel, trainer.optimizer, trainer.schedule
+    average = parallel._replica.average
     found = {
         "step": trainer.step_count,
         "position": trainer.position.state()
@@ -146,6 +157,7 @@ def state(trainer: Trainer) -> tuple[dict[str, Any], list[Slice]]:
         "precision": trainer.precision,
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
         "schedule": schedule.state() if hasattr(schedule, "state") else None,
+        "average": average is not None and average.started,
         "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(optimizer),
         "slots": list(optimizer.slots),

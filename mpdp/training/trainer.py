@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..comm.agreement import agree, compare, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
+from ..parallel import averaging
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
 from ..parallel.late_loss import LateLoss
@@ -74,6 +76,8 @@ class Trainer(RunFiles):
         best_mode: whether ``"min"`` or ``"max"`` of it is best; known for losses and perplexity.
         async_save: checkpoints of ``save_every`` and ``keep_best`` are copied to host memory and written by a thread.
         callbacks: objects with the methods of :class:`mpdp.Callback`.
+        clip_value: cut each element of the averaged global gradient, after ``clip_norm``, to [-clip_value, clip_value].
+        ema: keep an average of the weights with this decay, see ``optim.WeightAverage`` and :meth:`averaged`.
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
@@ -121,6 +125,8 @@ class Trainer(RunFiles):
         best_mode: str | None = None,
         async_save: bool = False,
         callbacks: Sequence[Callback] = (),
+        clip_value: float | None = None,
+        ema: float | None = None,
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
@@ -133,7 +139,7 @@ class Trainer(RunFiles):
                 model=model, loss=loss, optimizer=optimizer, schedule=self.schedule, precision=precision,
                 placement=placement, accumulate=accumulate, clip_norm=clip_norm, seed=seed, graph=graph, plans=plans,
                 save_every=save_every, keep=keep, keep_best=keep_best, best_mode=best_mode, run_dir=run_dir,
-                callbacks=callbacks,
+                callbacks=callbacks, clip_value=clip_value, ema=ema,
             )  # fmt: skip
             arguments.check_graph(graph, self.world)
             arguments.cast(model, precision, self.world)
@@ -146,7 +152,8 @@ class Trainer(RunFiles):
         self.precision = precision
         self.placement = placement
         self.accumulate = int(accumulate)
-        self.clip_norm = arguments.plain(clip_norm)
+        self.clip_norm, self.clip_value = arguments.plain(clip_norm), arguments.plain(clip_value)
+        self.ema = arguments.plain(ema)
         self.seed = int(seed)
         self.plans = plans
         self.save_every = arguments.plain(save_every)
@@ -164,7 +171,9 @@ class Trainer(RunFiles):
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
+        if ema is not None:
+            self.parallel.keep_average(ema)
+        self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm, self.clip_value)
         self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
@@ -175,22 +184,7 @@ class Trainer(RunFiles):
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks beside the model. **Local.**"""
-        return {
-            "optimizer": arguments.describe(self.optimizer),
-            "schedule": arguments.describe(self.schedule),
-            "loss": arguments.describe(self.loss_function),
-            "precision": self.precision,
-            "loss_scale": None if self.parallel.loss_scale is None else self.parallel.loss_scale.describe(),
-            "placement": self.placement,
-            "accumulate": self.accumulate,
-            "clip_norm": self.clip_norm,
-            "seed": self.seed,
-            "plans": self.plans,
-            "save_every": self.save_every,
-            "keep_best": None if self.keep_best is None else f"{self.best_mode} of {self.keep_best}",
-            "async_save": self.async_save,
-            "callbacks": len(self.callbacks),
-        }
+        return arguments.settings(self)
 
     # -- where the run stands
 
@@ -314,9 +308,11 @@ class Trainer(RunFiles):
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
+        averaging.refuse(self.parallel._replica, call)
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
+        averaging.refuse(self.parallel._replica, "step")
         self.last_lr = self.lr
         stop = (
             self._stop_asked or self.saves.has_news
@@ -378,7 +374,11 @@ class Trainer(RunFiles):
 
     @ends_the_job
     def evaluate(
-        self, dataset: Any, metrics: Sequence[Metric] = (), global_batch_size: int | None = None
+        self,
+        dataset: Any,
+        metrics: Sequence[Metric] = (),
+        global_batch_size: int | None = None,
+        ema: bool = False,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over a data set, every sample counted once.
 
@@ -388,15 +388,18 @@ class Trainer(RunFiles):
             dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
             metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
+            ema: evaluate the averaged weights.
 
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
         self.settle()
-        return evaluation.run(self, dataset, metrics, global_batch_size)
+        return evaluation.run(self, dataset, metrics, global_batch_size, ema)
 
     @ends_the_job
-    def predict(self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True) -> Any:
+    def predict(
+        self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True, ema: bool = False
+    ) -> Any:
         """Return the model's outputs for every sample, in the order of the data set.
 
         **Collective.** In evaluation mode. A target in the data, if there is one, is left out: samples are of the
@@ -406,12 +409,21 @@ class Trainer(RunFiles):
             dataset: the same on all ranks.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
             everywhere: return the outputs on every rank; with False on rank 0 alone, and None elsewhere.
+            ema: predict by the averaged weights.
 
         Returns:
             NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
         """
         self.settle()
-        return evaluation.predict(self, dataset, global_batch_size, everywhere)
+        return evaluation.predict(self, dataset, global_batch_size, everywhere, ema)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights of ``ema=``; it trains and saves outside of it.
+
+        **Collective.**
+        """
+        self.settle()
+        return self.parallel.averaged()
 
     def _fix_nominal(self, count: float) -> None:
         if not self._nominal_fixed:

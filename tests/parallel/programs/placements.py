@@ -17,6 +17,7 @@ from called_again import equal_bits
 import mpdp
 from mpdp import nn, optim
 from mpdp.errors import DisagreementError
+from mpdp.parallel import averaging
 
 mode, folder = sys.argv[1], Path(sys.argv[2])
 world = mpdp.init(device=mode, timeout=60)
@@ -57,9 +58,12 @@ def share(step):
 def state_of(trainer):
     """All weights, slots and buffers, on rank 0; fewer elsewhere."""
     trainer.settle()
-    weights, slots = trainer.parallel.collect()
+    replica = trainer.parallel._replica
+    weights, slots = replica.collect_weights(), replica.collect_state()
     copies = trainer.parallel._replica.copies
     arrays = [] if weights is None else [weights.copy(), *[slot.copy() for slot in slots.values()]]
+    average = averaging.collect(trainer.parallel._replica)
+    arrays += [] if average is None else [average.copy()]
     return arrays + ([] if copies is None else [copies if mode == "cpu" else copies.view("uint16").get()])
 
 
@@ -73,6 +77,7 @@ def equal(one, other):
 
 def the_same_bits():
     cases = [("adamw", optim.AdamW, {"clip_norm": 0.1}), ("momentum", _momentum, {"accumulate": 2})]
+    cases.append(("lamb", optim.LAMB, {"clip_norm": 1.0, "ema": 0.75}))
     for precision, (name, optimizer, options) in itertools.product(PRECISIONS, cases):
         first = None
         for placement, graph in itertools.product(PLACEMENTS, (False, "auto")):

@@ -9,7 +9,8 @@ from called_again import capture
 import mpdp
 from mpdp import autodiff, nn, optim, threads
 from mpdp.bench.traffic import Traffic
-from mpdp.errors import NonFiniteError
+from mpdp.errors import NonFiniteError, on_all_ranks
+from mpdp.parallel import averaging
 from mpdp.parallel.layout import SPAN
 from mpdp.parallel.placement import PLACEMENTS
 
@@ -19,6 +20,10 @@ OPTIMIZERS = {
     "nesterov": lambda: optim.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: optim.Adam(0.01, weight_decay=0.01),
     "adamw": lambda: optim.AdamW(0.01, groups=[optim.Group("*.bias", weight_decay=0.0, lr_factor=2.0)]),
+    "lion": lambda: optim.Lion(0.01, weight_decay=0.1),
+    "lamb": lambda: optim.LAMB(
+        0.02, groups=[optim.Group("*.bias", weight_decay=0.0, lr_factor=2.0)], unscaled=["norm.*"]
+    ),
 }
 PRECISIONS = ("float32", "bfloat16", "float16", "float64")
 
@@ -61,7 +66,9 @@ def samples(dtype, step, count=10):
     return random.normal(size=(count, 12)).astype(dtype), random.integers(0, 4, count)
 
 
-def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, steps=4, chunk_bytes=32768):
+def train(
+    optimizer, precision, placement, *, accumulate=1, clip_norm=None, steps=4, chunk_bytes=32768, **options
+):
     """Return the trainer after some updates, in the last of which rank 0 alone has samples."""
     world = mpdp.init()
     dtype = "float64" if precision == "float64" else "float32"
@@ -69,7 +76,7 @@ def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, step
     model = Net(dtype)
     trainer = mpdp.Trainer(
         model, nn.cross_entropy, OPTIMIZERS[optimizer](), precision=precision, placement=placement,
-        accumulate=accumulate, clip_norm=clip_norm, chunk_bytes=chunk_bytes,
+        accumulate=accumulate, clip_norm=clip_norm, chunk_bytes=chunk_bytes, **options,
         loss_scale=optim.LossScale(initial=2.0**16, interval=2) if precision == "float16" else None,
     )  # fmt: skip
     for step in range(steps):
@@ -85,9 +92,9 @@ def train(optimizer, precision, placement, *, accumulate=1, clip_norm=None, step
 
 def bits(trainer):
     """Return all state of a trainer as bytes, on rank 0."""
-    weights, slots = trainer.parallel.collect()
-    trainer.parallel.load(weights, slots)
-    weights, slots = trainer.parallel.collect()
+    replica = trainer.parallel._replica
+    replica.load(replica.collect_weights(), replica.collect_state())
+    weights, slots, average = replica.collect_weights(), replica.collect_state(), averaging.collect(replica)
     if weights is None:
         return None
     copies = trainer.parallel._replica.copies
@@ -96,6 +103,7 @@ def bits(trainer):
         weights.tobytes(),
         {name: flat.tobytes() for name, flat in slots.items()},
         None if copies is None else copies.tobytes(),
+        None if average is None else average.tobytes(),
         trainer.optimizer.updates.tolist(),
         trainer.loss,
         buffers,
@@ -106,15 +114,44 @@ def bits(trainer):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_all_placements_give_the_same_bits(n, precision):
-    options = [(1, None), (2, 0.1)]
+    options = [{"ema": 0.75}, {"accumulate": 2, "clip_norm": 0.1, "clip_value": 0.01}]
 
     def body():
         return [
-            [bits(train(name, precision, placement, accumulate=a, clip_norm=c)) for placement in PLACEMENTS]
-            for name, (a, c) in zip(OPTIMIZERS, itertools.cycle(options))
+            [bits(train(name, precision, placement, **given)) for placement in PLACEMENTS]
+            for name, given in zip(OPTIMIZERS, itertools.cycle(options))
         ]
 
     for replicated, root, sharded in threads.run(body, n, devices=["cpu"] * n)[0]:
+        assert replicated == root and replicated == sharded
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_average_takes_the_place_of_weights_that_ranks_hold_parts_of(n, precision):
+    """Predictions by it, thawed and frozen, are the same in every placement; the weights come back behind it."""
+
+    def body():
+        found = []
+        for placement in PLACEMENTS:
+            trainer = train("lamb", precision, placement, ema=0.75)
+            x, _ = samples("float32", 9)
+            results = []
+            for change in (None, trainer.freeze, trainer.thaw):
+                if change is not None:
+                    change("middle.weight", "norm.bias")
+                before = trainer.predict(x).tobytes()
+                results.append(trainer.predict(x, ema=True).tobytes())
+                assert trainer.predict(x).tobytes() == before != results[-1]
+            with pytest.raises(RuntimeError, match="agreed"), trainer.averaged():
+                raise on_all_ranks(RuntimeError("agreed"))
+            assert trainer.predict(x).tobytes() == before
+            trainer.step((x, np.zeros(len(x), int)))
+            trainer.check_replicas()
+            found.append([*results, bits(trainer)])
+        return found
+
+    for replicated, root, sharded in threads.run(body, n, devices=["cpu"] * n)[:1]:
         assert replicated == root and replicated == sharded
 
 
@@ -129,8 +166,8 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(n, precision):
             mpdp.seed(1)
             model = nn.Sequential(nn.Linear(12, 160), nn.LayerNorm(160), nn.ReLU(), nn.Linear(160, 4))
             trainer = mpdp.Trainer(
-                model, nn.cross_entropy, optim.AdamW(0.01), precision=precision, placement=placement,
-                accumulate=2, clip_norm=0.1, chunk_bytes=16384, graph=False,
+                model, nn.cross_entropy, optim.LAMB(0.01), precision=precision, placement=placement,
+                accumulate=2, clip_norm=0.1, chunk_bytes=16384, graph=False, ema=0.75,
             )  # fmt: skip
             if graph:
                 trainer.world.axis("data").capturable = True

@@ -49,6 +49,23 @@ def test_a_widened_model_comes_back_wide(tmp_path):
     assert found[0].weight.dtype == np.float64 and np.array_equal(found[0].weight.data, model[0].weight.data)
 
 
+def test_averaged_weights(tmp_path):
+    model = nn.models.mlp((3, 2))
+    path = saved(tmp_path / "without", model)
+    with pytest.raises(
+        CheckpointError, match=r"expected one with averaged weights, got one without; train with ema="
+    ):
+        mpdp.load_model(path, ema=True)
+    trainer = mpdp.Trainer(model, nn.cross_entropy, optim.SGD(lr=0.1), run_dir=tmp_path / "with", ema=0.5)
+    for _ in range(3):
+        trainer.step((np.ones((2, 3), "float32"), np.zeros(2, int)))
+    trainer.save()
+    found = mpdp.load_model(tmp_path / "with", ema=True)
+    with trainer.averaged():
+        assert np.array_equal(found[0].weight.data, model[0].weight.data)
+    assert not np.array_equal(found[0].weight.data, model[0].weight.data)
+
+
 def test_other_models_are_filled(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     saved(tmp_path, model)

@@ -228,7 +228,11 @@ def test_what_one_placement_saves_another_takes_up(tmp_path, placement, other, p
     def rank(where, size, resume):
         def run():
             t = trainer(
-                where, large(precision), placement=placement if not resume else other, precision=precision
+                where,
+                large(precision),
+                placement=other if resume else placement,
+                precision=precision,
+                ema=0.9,
             )
             if resume:
                 assert t.resume(resume)
@@ -244,6 +248,7 @@ def test_what_one_placement_saves_another_takes_up(tmp_path, placement, other, p
     first = rank(tmp_path / "first", 3, None)
     again = rank(tmp_path / "again", 2, first[0][0])
     a, b = (checkpoint.load(checkpoint.read(results[0][0])) for results in (first, again))
+    assert "average/0.weight" in a and not np.array_equal(a["average/0.weight"], a["weights/0.weight"])
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
     parts = {piece.file for piece in checkpoint.read(first[0][0]).pieces}
     assert len(parts) == (3 if placement == "sharded" else 1)
@@ -301,7 +306,7 @@ def test_rank_0_writes_all_where_others_do_not_see_the_folder(tmp_path, monkeypa
     )  # fmt: skip
 
     def rank():
-        t = trainer(tmp_path, wide(), placement="sharded")
+        t = trainer(tmp_path, wide(), placement="sharded", ema=0.9)
         for _ in range(2):
             t.step((np.ones((2, 40), "float32"), np.zeros(2, int)))
             path = t.save(wait=False)
@@ -312,8 +317,9 @@ def test_rank_0_writes_all_where_others_do_not_see_the_folder(tmp_path, monkeypa
     path = results[0][0]
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "part-00000.safetensors"]
     assert capfd.readouterr().err.count("save: 2 ranks do not see the run's folder: rank 0 collects") == 1
-    other = trainer(tmp_path, wide())
+    other = trainer(tmp_path, wide(), ema=0.9)
     assert other.resume(path) and other.parallel.weights.tobytes() == results[0][1]
+    assert other.parallel._replica.average.started
 
 
 class Scores:
@@ -395,7 +401,7 @@ class Counting(mpdp.Callback):
         self.seen, self.sums, self.odd = state["seen"], state["sums"], state["odd"]
 
 
-class Plateau:
+class Plateau(optim.Schedule):
     """A schedule that remembers."""
 
     def __init__(self):
@@ -411,7 +417,7 @@ class Plateau:
         return {"factor": self.factor}
 
     def load_state(self, state):
-        self.factor = float(state["factor"])
+        self.factor = 1.0 if state is None else float(state["factor"])
 
 
 def test_callbacks_and_schedules_go_on_where_they_were(tmp_path):
