@@ -13,9 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launching
 import on_device
+from hypothesis import settings
 
 import mpdp
 from mpdp.device import Device
+
+# `pytest --hypothesis-profile=long` tries two hundred times as many examples where a test does not say how many.
+settings.register_profile("long", max_examples=20_000, deadline=None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     EVALUATE = 3
     SAVE = 4
     RESUME = 5
+    SIGNALS = 30
     FIT = 6
     FINISH = 7
     CHECK_REPLICAS = 8
@@ -60,6 +61,7 @@ _CALLS = {
     Kind.SAVE: "save()",
     Kind.SAVING: "the end of a save in the background",
     Kind.RESUME: "resume()",
+    Kind.SIGNALS: "the end of its updates or evaluation",
     Kind.FIT: "fit()",
     Kind.FINISH: "Reducer.finish()",
     Kind.CHECK_REPLICAS: "check_replicas()",

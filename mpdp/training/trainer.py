@@ -30,6 +30,7 @@ from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
+from .preemption import ends_in_order, obey
 from .run_files import RunFiles
 from .run_folder import RunFolder
 from .saving import Saves
@@ -227,6 +228,7 @@ class Trainer(RunFiles):
     # -- training
 
     @ends_the_job
+    @ends_in_order
     def fit(
         self,
         dataset: Any,
@@ -336,6 +338,8 @@ class Trainer(RunFiles):
             self.save(wait=not self.async_save)
         self.saves.collect()
         self.agree_to_stop()
+        if self._stop_agreed:
+            obey(self)
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
