@@ -118,7 +118,7 @@ def test_a_save_that_fails_is_the_error(tmp_path, monkeypatch):
     def write(*arguments):
         raise CheckpointError("checkpoint: expected to write, got a full disk")
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint, "write_part", write)
     with pytest.raises(CheckpointError, match="a full disk"):
         make(tmp_path, Send(1)).fit(DATA, updates=10, global_batch_size=8)
 
