@@ -1,7 +1,7 @@
 """``mpdp bench checkpoint``: how long a save holds training up, and what memory it leaves behind.
 
 A model with AdamW whose checkpoint has a given size, most of it in one arena. In turns: one copy of that memory into
-new memory, which is the least that a save in the background can do; ``save(wait=False)`` until it returns, which is
+new memory, before and after, which is the least that a save in the background can do; ``save(wait=False)`` until it returns, which is
 the pause of training; the same until the checkpoint is on the disk; and ``save()``, which waits. The resident size is
 looked at before a save and after it. Medians of the rounds are given, and the pause as a multiple of the copy.
 """
@@ -89,6 +89,7 @@ def measure(world: World, nbytes: int, folder: str | None, rounds: int) -> dict[
             trainer.saves.finish()
             times["background"].append(time.perf_counter() - start)
             left.append(resident_bytes() - before)
+            times["copy"].append(_seconds(comm, lambda: _copy(trainer)))
             times["waiting"].append(_seconds(comm, trainer.save))
     finally:
         comm.barrier()
