@@ -47,7 +47,7 @@ class WeightAverage:
             raise ValueError(f"ema: expected a number between 0 and 1, got {decay}; 0.999 is usual")
         self.decay = float(decay)
         self.array: Any = None
-        self.started = self.swapped = False
+        self.started = self.swapped = self._early = False
         self._weights: list[Any] = []
         self._parts: list[Any] = []
         self._kernels: Any = None
@@ -83,6 +83,8 @@ class WeightAverage:
 
     def swap(self) -> None:
         """Exchange the weights and the average in place; doing so twice gives back the same bits."""
+        if not self.swapped:
+            self._early = not self.started  # the average of no update is the weights
         self.start()
         for mine, weights in zip(self._parts, self._weights):
             for first in range(0, mine.size, _SWAPPED):
@@ -91,6 +93,7 @@ class WeightAverage:
                 mine[part] = weights[part]
                 weights[part] = kept
         self.swapped = not self.swapped
+        self.started = self.swapped or not self._early
 
     @property
     def scratch_bytes(self) -> int:

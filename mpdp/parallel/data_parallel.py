@@ -17,7 +17,7 @@ import numpy as np
 from .. import kernels
 from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
 from ..comm.agreement import compare, together
-from ..errors import DisagreementError, on_all_ranks
+from ..errors import on_all_ranks
 from ..nn import Module
 from ..optim import LossScale, Optimizer, WeightAverage
 from ..world import World, init
@@ -29,7 +29,7 @@ from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
 from .precision import Precision, loss_scale_of
-from .record import Kind, agree_used, exchange
+from .record import Kind, agree_used, exchange, raise_changed, raise_unused
 from .reducer import Reducer
 from .replica import Replica
 from .update import squared_norm, sums_of, to_be_applied, update
@@ -361,24 +361,13 @@ class DataParallel:
             changed=self._replica.binding.dirty,
         )
         if agreed.changed:
-            raise on_all_ranks(
-                DisagreementError(
-                    "model: expected its parameters as they were when it was wrapped, got a changed requires_grad or "
-                    "parameters that were wrapped again since; use freeze() and thaw() on every rank, "
-                    "and one trainer for each model"
-                )
-            )
+            raise_changed()
         count, loss_sum = agreed.sums
         if not math.isfinite(loss_sum):
             non_finite.raise_loss(self.comm, self._loss_sum, loss_sum, self.step_count, self.precision.name)
         used = plan.used if agreed.used_equal else agree_used(self.comm, plan.used)
         if count > 0 and not used.any():
-            raise on_all_ranks(
-                ValueError(
-                    f"loss: expected one that depends on a trainable parameter at step {self.step_count}, got one that "
-                    "depends on none, on any rank; compute it from the model's output, not from its .data"
-                )
-            )
+            raise_unused(self.step_count)
         self._used = None if used.all() else used
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
@@ -461,6 +450,15 @@ class DataParallel:
             return None
         weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
         return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
+
+    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
+        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
+        return self._replica.collect_weights(), self._replica.collect_state()
+
+    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
+        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
+        exchange(self.comm, Kind.BROADCAST, self.step_count)
+        self._replica.load(weights, state)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**

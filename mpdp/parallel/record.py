@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NoReturn
 
 import numpy as np
 
@@ -143,6 +144,27 @@ def agree_used(comm: Communicator, used: np.ndarray) -> np.ndarray:
     flags = used.astype(np.uint8)
     comm.all_reduce(flags, op="max", lane="urgent")
     return flags.astype(bool)
+
+
+def raise_changed() -> NoReturn:
+    """Raise, on all ranks, for parameters that are not trained as the layout says."""
+    raise on_all_ranks(
+        DisagreementError(
+            "model: expected its parameters as they were when it was wrapped, got a changed requires_grad or "
+            "parameters that were wrapped again since; use freeze() and thaw() on every rank, "
+            "and one trainer for each model"
+        )
+    )
+
+
+def raise_unused(step: int) -> NoReturn:
+    """Raise, on all ranks, for losses that use no parameter on any of them."""
+    raise on_all_ranks(
+        ValueError(
+            f"loss: expected one that depends on a trainable parameter at step {step}, got one that depends on none, "
+            "on any rank; compute it from the model's output, not from its .data"
+        )
+    )
 
 
 def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:

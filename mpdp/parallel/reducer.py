@@ -36,7 +36,7 @@ class Reducer:
         comm: the ranks (default: the arena's).
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
         placement: which ranks the sums are for; with another one than ``"replicated"`` each rank has those of its own
-            ranges alone after :meth:`wait`, and :meth:`finish` is not called.
+            ranges alone after :meth:`wait`, and :meth:`finish` is an error.
 
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
@@ -244,6 +244,11 @@ class Reducer:
             DisagreementError: on all ranks, when a rank skipped a step or is in another call.
             ValueError: on all ranks: a negative count on one, or a global count of zero.
         """
+        if not self.placement.whole:
+            raise ValueError(
+                f'finish: expected placement="replicated", got {self.placement.name!r}, where no rank has all sums; '
+                "call wait() and use the ranges of placement.held"
+            )
         bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
         sums = (0.0 if bad else count or 0.0, count is None, bad, 1)

@@ -23,6 +23,7 @@ from . import averaging
 from .arena import Arena, GradientArena
 from .layout import Layout
 from .masters import Masters
+from .placement import check as check_placement
 from .precision import Precision, reduced_dtype
 from .reducer import Reducer
 from .replica_check import check_replicas
@@ -95,6 +96,7 @@ class Replica:
             raise TypeError(
                 f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module"
             )
+        check_placement(self._placement)
         self.parameters: dict[str, Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, Buffer] = dict(model.named_buffers())
         self.precision = Precision(precision, _one_dtype(self.parameters))

@@ -190,8 +190,7 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
                 layout.view(full, entry.name)[...] = tensors[f"{kind}/{entry.name}"]
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = on_device.from_host(tensors[f"buffers/{name}"])
-    replica = parallel._replica
-    replica.load(whole["weights"], {slot: whole[f"optimizer/{slot}"] for slot in optimizer.slots})
+    parallel.load(whole["weights"], {slot: whole[f"optimizer/{slot}"] for slot in optimizer.slots})
     _restore_average(trainer, bool(state.get("average")), whole.get("average"))
     state = unpack(state, _small_arrays(comm, tensors))
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)

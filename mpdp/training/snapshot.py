@@ -106,8 +106,9 @@ def tensors(trainer: Trainer, copy: bool, collect: bool = False) -> list[Slice]:
 def _collected(trainer: Trainer) -> dict[str, np.ndarray | None]:
     """Return on rank 0 the whole of what ranks hold parts of, by its name; None each elsewhere. **Collective.**"""
     replica = trainer.parallel._replica
-    found = {"weights": replica.collect_weights()}
-    found |= {f"optimizer/{slot}": full for slot, full in replica.collect_state().items()}
+    weights, slots = trainer.parallel.collect()
+    found: dict[str, np.ndarray | None] = {"weights": weights}
+    found |= {f"optimizer/{slot}": full for slot, full in slots.items()}
     return found | {"average": averaging.collect(replica)}
 
 

@@ -4,9 +4,9 @@ import pytest
 from launching import PROGRAMS
 
 
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("mpi", 2)])
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 3), ("mpi", 2), ("two_level", 3)])
 def test_placements_agree_over_processes(job, tmp_path, transport, size):
-    environ = {"MPDP_TRANSPORT": transport}
+    environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": "2" if transport == "two_level" else "1"}
     result = job(PROGRAMS / "placements.py", "cpu", tmp_path, n=size, timeout=120, environ=environ).check()
     assert result.output.count("all passed on rank") == size
 

@@ -60,6 +60,8 @@ def test_it_follows_the_formula(precision):
 
 def test_it_starts_from_weights_that_were_set_after_construction():
     trainer = trainer_of()
+    dataset = data.ArrayDataset(X, Y)
+    assert trainer.evaluate(dataset, ema=True) == trainer.evaluate(dataset)  # nothing is averaged yet
     for parameter in trainer.parallel.parameters.values():
         parameter.data[...] = 0.25
     trainer.step((put(X), put(Y)))
