@@ -3,7 +3,7 @@
 A model with AdamW whose checkpoint has a given size, most of it in one arena. In turns: one copy of that memory into
 new memory, before and after, which is the least that a save in the background can do; ``save(wait=False)`` until it
 returns, which is the pause of training; the same until the checkpoint is on the disk; and ``save()``, which waits. The
-resident size is looked at before a save and after it. Medians of the rounds are given, and the pause as a multiple of the copy.
+resident size is looked at before a save and after it. Given are medians, and the pause as a multiple of the copy.
 """
 
 from __future__ import annotations
