@@ -407,10 +407,13 @@ class Guard:
 
     def _not_obeyed(self, number: int) -> None:
         """End a rank that has not come to the end of an update since a signal. In a thread of its own."""
-        name = signal.Signals(number).name
-        if self.announcement is not None and self.announcement.size > 1:
-            self.report(f"{name} came, and the update under way has not ended since")
-        self.end(128 + number)
+        text = f"{signal.Signals(number).name} came, and the update under way has not ended since"
+        if self.ring is not None:
+            self.report(text)
+            self.end(128 + number)
+        with contextlib.suppress(OSError):
+            os.write(2, f"[0/1] error {text}\n".encode())
+        os._exit(128 + number)
 
     def _mark(self, kind: str, text: str = "", rank: int | str | None = None) -> None:
         directory = os.environ.get(MARKS)

@@ -264,7 +264,7 @@ class Trainer(RunFiles):
             validation data.
 
         Raises:
-            ValueError, TypeError: a bad argument, sample or label, on all ranks.
+            ValueError, TypeError: a bad argument, sample or label, on all ranks. Preempted: a signal came; it is saved.
             DisagreementError: ranks differ in arguments, length of the data or steps, on all ranks.
         """
         self._refuse_inside_fit("fit")

@@ -1,5 +1,7 @@
 """Run folders with odd names work; one that cannot be written is one error on all ranks, at the start if possible."""
 
+import os
+
 import pytest
 from launching import PROGRAMS
 
@@ -18,3 +20,13 @@ def test_odd_folders(job, tmp_path, n):
     kind, message, steps = vanished
     assert kind == "CheckpointError" and steps == 4 and "vanishing" in message, vanished
     assert "free or mend the disk" in message
+
+
+def test_a_script_with_an_odd_name_and_odd_arguments(job, tmp_path):
+    """What a shell, an MPI and a log may trip over: quotes, a line break, bytes that are no text, nothing at all."""
+    script = os.path.join(os.fsencode(tmp_path), b"a 'b' \"c\"\n$(d) %s;&|* \xff.py")
+    with open(script, "wb") as file:
+        file.write(b"import sys, mpdp\nfrom launching import record\nmpdp.init()\nrecord(sys.argv[1:])\n")
+    arguments = ["x y", "l1\nl2", os.fsdecode(b"\xff"), "", "-n", "'"]
+    result = job(os.fsdecode(script), *arguments, n=2, form="mpdp run").check()
+    assert result.results == [arguments] * 2

@@ -149,7 +149,7 @@ def test_a_job_is_started_again_until_it_has_finished(job, tmp_path, reference):
     result = job(
         PROGRAM, tmp_path, n=2, form="mpdp run", flags=("--max-restarts", "5"), environ=faults, timeout=90
     ).check()
-    assert result.results == [[60, 3]] * 2
+    assert result.results == [[60, 2, 3]] * 2
     lines = [line for line in result.output.splitlines() if line.startswith("mpdp run: restart ")]
     assert [line.partition(" (")[0] for line in lines] == [
         f"mpdp run: restart {k} of 5 in {wait} s with 2 ranks, saved at update {step}"
@@ -158,3 +158,14 @@ def test_a_job_is_started_again_until_it_has_finished(job, tmp_path, reference):
     assert lines[1].endswith("(rank 1 failed in step 30: ValueError: a bad sample)")
     assert lines[2].endswith("(a signal has stopped it)")
     assert np.array_equal(np.load(tmp_path / "weights.npy"), reference(job, "fit", 2))
+
+
+def test_a_job_goes_on_with_fewer_ranks(job, tmp_path, reference):
+    """A start that loses a rank before its first update is followed by one without it; results agree to rounding."""
+    flags = ("--max-restarts", "5", "--min-ranks", "2")
+    faults = {"FAULTS": "kill:23 lost", "RESUMED": None}
+    result = job(PROGRAM, tmp_path, n=3, form="mpdp run", flags=flags, environ=faults, timeout=90).check()
+    assert result.results[:2] == [[60, 2, 2]] * 2  # the third has recorded its last save
+    assert "mpdp run: restart 1 of 5 in 1 s with 3 ranks, saved at update 20 (" in result.output, result
+    assert "mpdp run: restart 2 of 5 in 2 s with 2 ranks, saved at update 20 (" in result.output, result
+    assert np.allclose(np.load(tmp_path / "weights.npy"), reference(job, "fit", 2), rtol=1e-4, atol=1e-5)

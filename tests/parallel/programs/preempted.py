@@ -5,7 +5,7 @@ takes a second). When a signal may come the rank writes its process id to FOLDER
 to FOLDER/weights.npy at the end.
 
 RESUMED=1 resumes, and takes no time. FAULTS="kill:12 raise:27" lets the last rank die after update 12 of the first
-start and raise after update 27 of the second.
+start and raise after update 27 of the second; with "lost" it dies before it has joined the others.
 """
 
 import os
@@ -19,12 +19,21 @@ from launching import record
 
 import mpdp
 from mpdp import data, nn, optim
+from mpdp.launch import announced
 from mpdp.training import checkpoint
 
 FOLDER = Path(sys.argv[1])
 HOW = sys.argv[2] if len(sys.argv) > 2 else "fit"
-world = mpdp.init(device="cpu", timeout=20)
 FAULTS = os.environ.get("FAULTS", "").split()
+if (
+    FAULTS
+    and int(os.environ["MPDP_RESTART"]) < len(FAULTS)
+    and FAULTS[int(os.environ["MPDP_RESTART"])] == "lost"
+):
+    there = announced(os.environ)
+    if there.rank == there.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+world = mpdp.init(device="cpu", timeout=20)
 RESUMED = os.environ.get("RESUMED") == "1"
 random = np.random.default_rng(0)
 X = random.standard_normal((48, 6)).astype("float32")
@@ -108,4 +117,4 @@ else:
     trainer.fit(dataset, updates=60, global_batch_size=12, validation=validation)
 if world.rank == 0:
     np.save(FOLDER / "weights.npy", np.concatenate([p.data.ravel() for p in model.parameters()]))
-record([trainer.step_count, int(os.environ.get("MPDP_RESTART", "-1"))])
+record([trainer.step_count, world.size, int(os.environ.get("MPDP_RESTART", "-1"))])

@@ -3,6 +3,9 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -139,3 +142,22 @@ def test_a_handler_of_the_program_may_ask_to_stop(tmp_path):
     signal.signal(signal.SIGTERM, lambda number, frame: setattr(trainer, "should_stop", True))
     trainer.fit(DATA, updates=10, global_batch_size=8)
     assert trainer.step_count == 2
+
+
+def test_a_process_whose_update_does_not_end_is_ended():
+    """After the world's timeout, with a line that says why."""
+    text = """
+    import os, signal, time, numpy as np, mpdp
+    from mpdp import data, nn, optim
+    mpdp.init(device="cpu", timeout=0.3)
+    class Stuck(mpdp.Callback):
+        def on_step(self, trainer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+    trainer = mpdp.Trainer(nn.Linear(4, 2), nn.cross_entropy, optim.SGD(lr=0.1), callbacks=[Stuck()])
+    trainer.fit(data.ArrayDataset(np.ones((8, 4), "float32"), np.zeros(8, int)), epochs=1, global_batch_size=8)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(text)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "[0/1] error SIGTERM came, and the update under way has not ended since" in done.stderr
