@@ -1,7 +1,7 @@
 """``mpdp bench checkpoint``: how long a save holds training up, and what memory it leaves behind.
 
 A model with AdamW whose checkpoint has a given size, most of it in one arena. In turns: one copy of that memory into
-new memory, before and after, which is the least that a save in the background can do; ``save(wait=False)`` until it
+new memory, which is the least that a save in the background can do; ``save(wait=False)`` until it
 returns, which is the pause of training; the same until the checkpoint is on the disk; and ``save()``, which waits. The
 resident size is looked at before a save and after it. Given are medians, and the pause as a multiple of the copy.
 """
@@ -82,6 +82,7 @@ def measure(world: World, nbytes: int, folder: str | None, rounds: int) -> dict[
         times: dict[str, list[float]] = {"copy": [], "pause": [], "background": [], "waiting": []}
         left: list[int] = []
         for _ in range(rounds):
+            _copy(trainer)  # so that memory is free which files' contents have filled
             times["copy"].append(_seconds(comm, lambda: _copy(trainer)))
             before = resident_bytes()
             start = time.perf_counter()
@@ -89,7 +90,6 @@ def measure(world: World, nbytes: int, folder: str | None, rounds: int) -> dict[
             trainer.saves.finish()
             times["background"].append(time.perf_counter() - start)
             left.append(resident_bytes() - before)
-            times["copy"].append(_seconds(comm, lambda: _copy(trainer)))
             times["waiting"].append(_seconds(comm, trainer.save))
     finally:
         comm.barrier()
@@ -106,7 +106,6 @@ def measure(world: World, nbytes: int, folder: str | None, rounds: int) -> dict[
         "left_bytes": int(statistics.median(left)),
         "numpy": np.__version__,
         "python": platform.python_version(),
-        "host": platform.node(),
     }
 
 
