@@ -7,6 +7,7 @@ Owns the handlers of these two signals and the watch over whether they are obeye
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -35,7 +36,8 @@ class Notice:
     ) -> None:
         self.number: int | None = None
         self._changed, self._expired = changed, expired
-        self._listeners = 0
+        self._listeners: set[int] = set()
+        self._numbers = itertools.count()
         self._patience = 0.0
         self._taken: dict[int, Any] = {}  # signal -> what to put back
         self._pid = 0
@@ -48,7 +50,7 @@ class Notice:
         """Whether a signal has come."""
         return self.number is not None
 
-    def listen(self, patience: float) -> None:
+    def listen(self, patience: float) -> int:
         """Take the signals until :meth:`silence`, instead of dying of them. **Local.**
 
         A signal that the program has a handler for, or ignores, stays as it is. Handlers belong to the main thread:
@@ -56,16 +58,21 @@ class Notice:
 
         Args:
             patience: seconds from a signal until the process ends although nobody has obeyed.
+
+        Returns:
+            what :meth:`silence` is to be given.
         """
         with self._lock:
-            self._listeners += 1
+            number = next(self._numbers)
+            self._listeners.add(number)
             self._patience = patience
         self.sync()
+        return number
 
-    def silence(self) -> None:
+    def silence(self, listener: int) -> None:
         """End what :meth:`listen` has begun; a signal that came too late to be obeyed comes again. **Local.**"""
         with self._lock:
-            self._listeners -= 1
+            self._listeners.discard(listener)
         self.sync()
 
     def obeyed(self) -> None:
@@ -79,13 +86,13 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         with self._lock:
-            if self._listeners > 0 and self._pid != os.getpid():
+            if self._listeners and self._pid != os.getpid():
                 self._take()
             elif self._pid == os.getpid():
                 if self._done.is_set():
                     for number in self._taken:
                         signal.signal(number, signal.SIG_IGN)
-                if self._listeners == 0:
+                if not self._listeners:
                     self._give_back()
 
     def _take(self) -> None:

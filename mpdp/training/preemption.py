@@ -26,14 +26,14 @@ def asked() -> bool:
     return guard.current.notice.asked
 
 
-def listen(trainer: Trainer) -> None:
+def listen(trainer: Trainer) -> int:
     """Take signals as a request from now on. **Local.** A rank that does not obey within the world's timeout ends."""
-    guard.current.notice.listen(trainer.world.timeout)
+    return guard.current.notice.listen(trainer.world.timeout)
 
 
-def silence() -> None:
-    """End what :func:`listen` has begun. **Local.**"""
-    guard.current.notice.silence()
+def silence(listener: int) -> None:
+    """End what :func:`listen` has begun, and returned. **Local.**"""
+    guard.current.notice.silence(listener)
 
 
 def ends_in_order(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,13 +41,13 @@ def ends_in_order(fit: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fit)
     def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        listen(self)
+        listener = listen(self)
         try:
             result = fit(self, *args, **kwargs)
             obey(self)
             return result
         finally:
-            silence()
+            silence(listener)
 
     return wrapper
 

@@ -65,7 +65,8 @@ class Updates:
     def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
         self.trainer = trainer
         self.graphs: GraphStep | None = None
-        self._listens = self._noted_first = False
+        self._listener: int | None = None  # of signals, in a loop of the program's own
+        self._noted_first = False
         self._process = os.getpid()
         self._kernels = kernels.for_device(trainer.world.device)
         self.time_plans(timed)
@@ -117,11 +118,10 @@ class Updates:
         """
         trainer, graphs = self.trainer, self.graphs
         trainer.world.activity.step = trainer.step_count
-        if not (
-            self._listens or trainer.fitting
-        ):  # a loop of the program's own has no end that is known here
-            self._listens = True
-            preemption.listen(trainer)
+        if self._listener is None and not trainer.fitting and (trainer.run_dir or trainer.world.size > 1):
+            self._listener = preemption.listen(
+                trainer
+            )  # until the trainer is gone: the loop's end is not known
         if preemption.asked():
             trainer._stop_asked = stop = True
         lr = trainer.last_lr
@@ -154,9 +154,9 @@ class Updates:
 
     def close(self) -> None:
         """Take over what the updates under way have reported, and write the log. **Local.**"""
-        if getattr(self, "_listens", False) and os.getpid() == self._process:
-            self._listens = False
-            preemption.silence()
+        listener, self._listener = getattr(self, "_listener", None), None
+        if listener is not None and os.getpid() == self._process:
+            preemption.silence(listener)
         graphs = getattr(self, "graphs", None)
         if (
             graphs is not None and graphs.under_way and os.getpid() == self._process

@@ -32,12 +32,12 @@ def test_a_signal_is_noted_and_the_first_one_counts():
     told = []
     notice = Notice(told.append)
     assert not notice.asked
-    notice.listen(60)
+    listener = notice.listen(60)
     send(signal.SIGUSR1); send(); send()
     assert notice.asked and notice.number == signal.SIGUSR1 and told == [True]
     notice.obeyed()
     send()
-    notice.silence()
+    notice.silence(listener)
     send(); send(signal.SIGUSR1)  # it is about to end
     print(told)
     """
@@ -47,23 +47,23 @@ def test_a_signal_is_noted_and_the_first_one_counts():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_nobody_listens_before_and_after(number):
     assert run(f"notice = Notice(); send({int(number)})")[0] == -number
-    assert run(f"notice = Notice(); notice.listen(60); notice.silence(); send({int(number)})")[0] == -number
+    assert run(f"notice = Notice(); notice.silence(notice.listen(60)); send({int(number)})")[0] == -number
 
 
 def test_a_signal_that_nobody_obeyed_comes_again():
     code, out = run(
-        "n = Notice(); n.listen(60); send(); print(n.asked, flush=True); n.silence(); print('after')"
+        "n = Notice(); k = n.listen(60); send(); print(n.asked, flush=True); n.silence(k); print('after')"
     )
     assert (code, out) == (-signal.SIGTERM, "True\n")
 
 
 def test_listeners_are_counted():
-    assert run("n = Notice(); n.listen(9); n.listen(9); n.silence(); send(); print(n.asked)") == (0, "True\n")
+    assert run("n = Notice(); n.listen(9); n.silence(n.listen(9)); send(); print(n.asked)") == (0, "True\n")
 
 
 def test_it_listens_again_after_it_was_obeyed():
     text = """
-    n = Notice(); n.listen(9); send(); n.obeyed(); n.silence()
+    n = Notice(); k = n.listen(9); send(); n.obeyed(); n.silence(k)
     n.listen(9); print(n.asked); send(); print(n.asked)
     """
     assert run(text) == (0, "False\nTrue\n")
@@ -73,7 +73,7 @@ def test_a_handler_of_the_program_stays():
     text = """
     signal.signal(signal.SIGTERM, lambda number, frame: print("mine"))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    n = Notice(); n.listen(60); send(); send(signal.SIGUSR1); print(n.asked); n.silence(); send()
+    n = Notice(); k = n.listen(60); send(); send(signal.SIGUSR1); print(n.asked); n.silence(k); send()
     """
     assert run(text) == (0, "mine\nFalse\nmine\n")
 
@@ -104,14 +104,15 @@ def test_a_handler_in_c_is_replaced_by_nothing():
     text = """
     import faulthandler
     faulthandler.register(signal.SIGUSR1, file=open(os.devnull, "w"))
-    n = Notice(); n.listen(60); n.silence(); send(signal.SIGUSR1); print("alive")
+    n = Notice(); n.silence(n.listen(60)); send(signal.SIGUSR1); print("alive")
     """
     assert run(text) == (0, "alive\n")
 
 
 def test_outside_of_the_main_thread_it_waits_for_sync():
     notice, before = Notice(), signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=notice.listen, args=(60,))
+    listeners = []
+    thread = threading.Thread(target=lambda: listeners.append(notice.listen(60)))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -122,5 +123,5 @@ def test_outside_of_the_main_thread_it_waits_for_sync():
         assert notice.asked
         notice.number = None  # nothing is to come again
     finally:
-        notice.silence()
+        notice.silence(*listeners)
     assert signal.getsignal(signal.SIGTERM) is before
