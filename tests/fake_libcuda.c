@@ -33,6 +33,7 @@ static Thing *make(int kind) {
 }
 static int is(Thing *thing, int kind) { return thing && thing->kind == kind; }
 static int here(Thing *thing, int kind) {
+    if (!thing && kind == STREAM) return !current ? NO_CONTEXT : OK; /* the context's default one */
     return !current ? NO_CONTEXT : is(thing, kind) && thing->context == current ? OK : WRONG_HANDLE;
 }
 static void spend(void) {
@@ -67,6 +68,7 @@ int cuStreamCreate(Thing **stream, unsigned flags) {
 int cuStreamSynchronize(Thing *stream) { return here(stream, STREAM); }
 int cuStreamDestroy_v2(Thing *stream) { return here(stream, STREAM); }
 int cuModuleLoadData(Thing **module, const char *image) {
+    if (current) spend();
     *module = make(MODULE);
     return !current ? NO_CONTEXT : strstr(image, ".version") && strstr(image, ".entry nothing") ? OK : INVALID;
 }
@@ -77,12 +79,31 @@ int cuModuleGetFunction(Thing **function, Thing *module, const char *name) {
 }
 int cuEventCreate(Thing **event, unsigned flags) { *event = make(EVENT); return flags == 2 ? OK : INVALID; }
 int cuEventQuery(Thing *event) { spend(); return is(event, EVENT) ? NOT_READY : WRONG_HANDLE; }
+int cuStreamQuery(Thing *stream) { spend(); return here(stream, STREAM); }
+int cuEventRecord(Thing *event, Thing *stream) { spend(); return here(event, EVENT) | here(stream, STREAM); }
+int cuEventSynchronize(Thing *event) { return here(event, EVENT); }
+int cuMemAlloc_v2(void **memory, uint64_t bytes) { spend(); *memory = malloc(bytes); return !current ? NO_CONTEXT : OK; }
+int cuMemFree_v2(void *memory) { free(memory); return !current ? NO_CONTEXT : OK; }
+int cuMemAllocAsync(void **memory, uint64_t bytes, Thing *stream) { return cuMemAlloc_v2(memory, bytes) | here(stream, STREAM); }
+int cuMemFreeAsync(void *memory, Thing *stream) { return cuMemFree_v2(memory) | here(stream, STREAM); }
+int cuMemAllocHost_v2(void **memory, uint64_t bytes) { return cuMemAlloc_v2(memory, bytes); }
+int cuMemFreeHost(void *memory) { return cuMemFree_v2(memory); }
+int cuMemcpyHtoDAsync_v2(void *to, const void *from, uint64_t bytes, Thing *stream) {
+    spend();
+    memcpy(to, from, bytes);
+    return here(stream, STREAM);
+}
+int cuPointerGetAttribute(unsigned *kind, int which, void *memory) {
+    spend();
+    *kind = 2;
+    return which == 2 && memory ? OK : INVALID;
+}
 int cuEventDestroy_v2(Thing *event) { return here(event, EVENT); }
 int cuLaunchKernel(Thing *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, Thing *stream, void **parameters, void **extra) {
     if (gx != 1 || gy != 1 || gz != 1 || bx != 32 || by != 1 || bz != 1 || shared || extra || !parameters) return INVALID;
     if (here(stream, STREAM) || here(function, FUNCTION)) return here(stream, STREAM) ? here(stream, STREAM) : WRONG_HANDLE;
-    if (stream->capturing) return stream->nodes++, OK;
+    if (stream && stream->capturing) return stream->nodes++, OK;
     return spend(), OK;
 }
 int cuStreamBeginCapture_v2(Thing *stream, int mode) {

@@ -6,6 +6,8 @@ what is measured, ``rounds`` for when a repetition counts.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -14,7 +16,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,21 +26,25 @@ from ... import __version__
 from ...comm.tuned import processor
 from ...cores import cores
 from ...errors import MpdpError
+from . import interference, locks
 from . import loops as c
-from .arms import KS, plan, verdict_rows
+from .arms import KS, NULL, own_name, plan, verdict_rows
 from .control import LEAST, Control, cores_in_order
 from .driver import driver
-from .figures import interval, summary
+from .figures import summary
 from .kept import keep as keep_verdict
+from .mps import PIPES, service
 from .rounds import ATTEMPTS, Rounds
 from .rule import Verdict, advise, decide, readings
 from .steps import Steps
+from .tables import interference_table, launches_table, locks_table, steps_table
 from .workers import NO_MPS, Processes, Workers, environment
 
 REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
-ARMS_SECONDS = {"quick": 14.0, "default": 75.0, "full": 3600.0}  # after which no repetition begins
-STEPS_SECONDS = {"quick": 12.0, "default": 40.0, "full": 1800.0}
+ARMS_SECONDS = {"quick": 14.0, "default": 180.0, "full": 3600.0}  # after which no repetition begins
+BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
+STEPS_SECONDS = {"quick": 12.0, "default": 60.0, "full": 1800.0}
 STEP_BLOCK = {"quick": 0.15, "default": 0.3, "full": 1.0}
 _BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
 
@@ -62,39 +68,34 @@ def run(
         from ..plot import plotting
 
         plotting()  # an error before time is spent
-    mps = _mps(device)
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    mine = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = NO_MPS  # threads are measured without a server between
-    try:
-        return _Run(device, extent, gpus, mps, mine, say).run(json_path, plot_path, torch_python)
-    finally:
-        if mine is None:
-            del os.environ["CUDA_MPS_PIPE_DIRECTORY"]
-        else:
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = mine
+    environ = dict(os.environ)
+    with contextlib.ExitStack() as stack:
+        served: dict[str, str] | str = "without a GPU"
+        if device != "cpu" and _has_gpu():
+            served = stack.enter_context(service(environ))
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        os.environ[PIPES] = NO_MPS  # threads are measured without a server between
+        try:
+            return _Run(device, extent, gpus, served, say).run(json_path, plot_path, torch_python)
+        finally:
+            os.environ.clear()
+            os.environ.update(environ)
 
 
-def _mps(device: str) -> bool:
-    """Return whether CUDA's multi-process service runs here."""
-    if device == "cpu":
-        return False
-    where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+def _has_gpu() -> bool:
+    """Return whether there is a GPU, without a start of the driver in this process, whose variables are to be set."""
     try:
-        pid = int(Path(where, "nvidia-cuda-mps-control.pid").read_text())
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError):
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return False
     return True
 
 
 class _Run:
     def __init__(
-        self, device: str, extent: str, gpus: int | None, mps: bool, pipes: str | None, say: TextIO
+        self, device: str, extent: str, gpus: int | None, served: dict[str, str] | str, say: TextIO
     ) -> None:
-        self.extent, self.mps, self._say_to = extent, mps, say
+        self.extent, self.mps, self._say_to = extent, not isinstance(served, str), say
         self.notes: list[str] = []
         self.gpus = self._count(device, gpus)
         self.device = "cuda" if self.gpus else "cpu"
@@ -104,15 +105,13 @@ class _Run:
         if self.ks != list(KS):
             left = [str(k) for k in KS if k > most]
             self.note(f"k = {', '.join(left)} left out: {most} {'core' if most == 1 else 'cores'} in reach")
-        served = environment(mps=True)
-        if pipes is None:
-            served.pop("CUDA_MPS_PIPE_DIRECTORY", None)
-        else:
-            served["CUDA_MPS_PIPE_DIRECTORY"] = pipes
-        self.environments = {
-            "processes": environment(mps=False),
-            **({"processes MPS": served} if mps else {}),
-        }
+        if self.gpus and isinstance(served, str):
+            self.note(f"arms under MPS are left out: {served}")
+        self.environments = {"processes": environment(mps=False)}
+        if not isinstance(served, str):
+            found = environment(mps=True)
+            found.pop(PIPES, None)
+            self.environments["processes MPS"] = {**found, **served}
         self.control = Control(self.cpus)
         self.loops = c.loops()
         if isinstance(self.loops, str):
@@ -147,13 +146,16 @@ class _Run:
         try:
             samples, costs, complete = self._launches(file, about)
             rows = sorted(summary(samples), key=lambda row: (self.order.index(row["row"]), row["k"]))
-            self.print(_table(rows))
+            self.print(launches_table(rows))
+            if self.beside:
+                self.print(interference_table(self.beside))
+            counted = self._locks(file)
             steps = self._steps(file, torch_python)
         finally:
             if file is not None:
                 file.close()
         self._print_costs(costs)
-        verdict = self._decide(rows)
+        verdict = self._decide(rows, counted)
         launch_bound = next((each for each in steps if each["kind"] == "launch-bound"), None)
         blocks = {} if launch_bound is None else dict(launch_bound["blocks"])
         if self.gpus == 1 and blocks.get("processes MPS"):
@@ -177,6 +179,8 @@ class _Run:
             "complete": complete,
             "notes": self.notes,
             "rows": rows,
+            "interference": self.beside,
+            "locks": counted,
             "steps": steps,
             "process_costs": costs,
             "readings": told,
@@ -195,6 +199,20 @@ class _Run:
 
             plot_contention(result, plot_path)
         return 0
+
+    def _locks(self, file: TextIO | None) -> list[dict[str, Any]]:
+        """Count locks, by one worker and by the most."""
+        if isinstance(self.loops, str) or (self.gpus and self.extent == "quick"):
+            return []
+        ks = sorted({self.ks[0], self.ks[-1]})
+        found = locks.count(
+            self.gpus, locks.launches(self.gpus), ks, self.cpus, environment(mps=False), self.note
+        )
+        if file is not None:
+            file.writelines(json.dumps({"locks": row}) + "\n" for row in found)
+        if found:
+            self.print(locks_table(found))
+        return found
 
     def about(self) -> dict[str, Any]:
         """Return what the figures are of."""
@@ -252,6 +270,7 @@ class _Run:
                 say=self.note,
             )
             samples = rounds.run()
+            self.beside = self._interference(workers, keep)
             costs = {
                 name: [vars(cost) for cost in each.costs] for name, each in processes.items() if each.costs
             }
@@ -259,7 +278,21 @@ class _Run:
             workers.close()
         return samples, costs, rounds.in_time
 
-    def _decide(self, rows: Sequence[dict[str, Any]]) -> Verdict:
+    def _interference(self, workers: Workers, keep: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+        if not self.gpus or isinstance(self.loops, str) or self.extent == "quick":
+            return []
+        return interference.measure(
+            workers,
+            self.control,
+            self.cpus,
+            repetitions=REPETITIONS[self.extent],
+            seconds=SECONDS[self.extent],
+            until=time.monotonic() + BESIDE_SECONDS[self.extent],
+            keep=keep,
+            say=self.note,
+        )
+
+    def _decide(self, rows: Sequence[dict[str, Any]], locked: Sequence[dict[str, Any]]) -> Verdict:
         threads, processes = verdict_rows(self.gpus, self.mps)
         about = self.about()
         machine = about.get("gpu", about["processor"])
@@ -273,6 +306,7 @@ class _Run:
             gpus=self.gpus,
             machine=machine,
             missing=self.loops if isinstance(self.loops, str) else None,
+            locks=[row for row in locked if row["launch"] == own_name(NULL)],
         )
 
     def _print_costs(self, costs: dict[str, Any]) -> None:
@@ -311,7 +345,7 @@ class _Run:
                 continue
             finally:
                 steps.close()
-            self.print(_steps_table(made))
+            self.print(steps_table(made))
             found.append(made)
         return found
 
@@ -368,41 +402,3 @@ def _driver_version() -> str | None:
         return done.stdout.splitlines()[0].strip() or None
     except (OSError, subprocess.TimeoutExpired, IndexError):
         return None
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the launches as lines for people."""
-    width = max((len(row["row"]) for row in rows), default=0)
-    head = f"{'launches':<{width}}  k  enqueued/s  completed/s  {'scaling of both':<20}  "
-    lines = [head + "  p50 us   p99 us  p99.9 us    max us  accepted"]
-    for row in rows:
-        counts = f"{row['accepted']} of {row['accepted'] + row['refused']}"
-        if not row["accepted"]:
-            lines.append(f"{row['row']:<{width}}  {row['k']}  (cores busy)  {counts}")
-            continue
-        scalings = [row[name] for name in ("enqueued_scaling", "scaling")]
-        told = "  ".join("" if each is None else f"{each[0]:.2f}" for each in scalings)
-        lines.append(
-            f"{row['row']:<{width}}  {row['k']}  {row['enqueued_per_second']:>10,.0f}  {row['per_second']:>11,.0f}  "
-            f"{told:<20}  {row['p50_us']:>8.2f} {row['p99_us']:>8.2f} {row['p99_9_us']:>9.2f} {row['max_us']:>9.1f}  "
-            f"{counts}"
-        )
-    return "\n".join(lines)
-
-
-def _steps_table(made: dict[str, Any]) -> str:
-    blocks = made["blocks"]
-    lines = [
-        f"{made['kind']} step of {made['workload']}, {made['ranks']} ranks, {made['batch_per_rank']} samples each:"
-    ]
-    first = blocks.get("threads")
-    for name, seconds in blocks.items():
-        against = f", {made['refused'].get(name, 0)} blocks refused"
-        if not seconds:
-            lines.append(f"  {name:<22} (cores busy){against}")
-            continue
-        if first and name != "threads":
-            value, low, high = interval(first, seconds)
-            against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
-        lines.append(f"  {name:<22} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
-    return "\n".join(lines)

@@ -8,7 +8,8 @@ share.
 1. A verdict arm with fewer accepted repetitions than wanted: ``undecided (cores busy)``.
 2. Threads scale to at least 0.8 k: ``no contention here``.
 3. Threads below that, processes at least 0.9 k: ``the driver's lock is real here``, if the threads are seen to wait
-   (voluntary switches, or a 99th percentile that is at least twice that of one thread); else ``undecided``.
+   (for locks inside the driver in more than one launch of a hundred, by voluntary switches, or by a 99th percentile
+   that is at least twice that of one thread); else ``undecided``.
 4. Both below: ``undecided``, since the GPU or the machine limits processes as well.
 
 What follows for training needs a GPU a worker: processes are to be preferred if the launch-bound step with the same
@@ -24,6 +25,7 @@ from typing import Any
 
 SCALES, SCALES_APART = 0.8, 0.9  # of k: threads, processes
 WAITS = 2.0  # of the 99th percentile of one thread
+CONTENDED = 0.01  # of the launches
 FASTER = 0.05
 
 
@@ -53,6 +55,7 @@ def decide(
     gpus: int,
     machine: str,
     missing: str | None = None,
+    locks: Sequence[Mapping[str, Any]] = (),
 ) -> Verdict:
     """Return the verdict on launches.
 
@@ -65,6 +68,7 @@ def decide(
         gpus: 0 for mocks.
         machine: what the verdict is about, in words.
         missing: why there are no verdict arms.
+        locks: of :func:`locks.count`, for what the verdict arms launch.
     """
     unsettled = _open(gpus)
     if missing is not None:
@@ -87,8 +91,10 @@ def decide(
     if of_processes[0] < SCALES_APART * k:
         return Verdict("undecided", f"undecided (processes do not scale either): {told}", unsettled, k)
     alone, together = found[threads, 1], found[threads, k]
-    waits = together["p99_us"] >= WAITS * alone["p99_us"] or (
-        (together["voluntary_switches"] or 0) > (alone["voluntary_switches"] or 0)
+    waits = (
+        together["p99_us"] >= WAITS * alone["p99_us"]
+        or (together["voluntary_switches"] or 0) > (alone["voluntary_switches"] or 0)
+        or any(each["k"] > 1 and each["contended"] > CONTENDED * each["launches"] for each in locks)
     )
     if not waits:
         why = "threads are slower, but are not seen to wait"
