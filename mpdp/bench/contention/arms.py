@@ -13,7 +13,7 @@ MOCK = Launch("spin", microseconds=2.5)
 NULL = Launch("kernel")
 OWN = Launch("kernel", own_context=True)
 CUPY = Launch("cupy")
-GRAPHS = {"default": (1, 100, 1000), "full": (1, 10, 100, 1000)}
+GRAPHS = {"default": (100, 1000), "full": (1, 10, 100, 1000)}
 SOME_CALLS = ("event query", "event record", "allocate async", "copy pageable")  # of the default
 
 

@@ -11,22 +11,16 @@ import ctypes
 import importlib.util
 import json
 import os
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
-from ... import __version__
-from ...comm.tuned import processor
 from ...cores import cores
 from ...errors import MpdpError
-from . import interference, locks
+from . import interference, locks, machine
 from . import loops as c
 from .arms import KS, NULL, own_name, plan, verdict_rows
 from .control import LEAST, Control, cores_in_order
@@ -44,8 +38,8 @@ REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
 ARMS_SECONDS = {"quick": 14.0, "default": 180.0, "full": 3600.0}  # after which no repetition begins
 BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
-STEPS_SECONDS = {"quick": 12.0, "default": 60.0, "full": 1800.0}
-STEP_BLOCK = {"quick": 0.15, "default": 0.3, "full": 1.0}
+STEPS_SECONDS = {"quick": 9.0, "default": 60.0, "full": 1800.0}
+STEP_BLOCK = {"quick": 0.15, "default": 0.2, "full": 1.0}
 _BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
 
 
@@ -142,7 +136,7 @@ class _Run:
         begun = time.monotonic()
         samples_path = None if json_path in (None, "-") else Path(f"{json_path}.samples.jsonl")
         file = None if samples_path is None else open(samples_path, "w", encoding="utf-8")  # noqa: SIM115
-        about = self.about()
+        about = {**self.about(), "at_start": machine.moment(self.gpus)}
         try:
             samples, costs, complete = self._launches(file, about)
             rows = sorted(summary(samples), key=lambda row: (self.order.index(row["row"]), row["k"]))
@@ -175,6 +169,7 @@ class _Run:
         result = {
             "benchmark": "contention",
             **about,
+            "at_end": machine.moment(self.gpus),
             "seconds": round(time.monotonic() - begun, 1),
             "complete": complete,
             "notes": self.notes,
@@ -216,27 +211,8 @@ class _Run:
 
     def about(self) -> dict[str, Any]:
         """Return what the figures are of."""
-        found: dict[str, Any] = {
-            "system": f"mpdp-{__version__}",
-            "command": " ".join(["mpdp", *sys.argv[1:]]),
-            "extent": self.extent,
-            "device": self.device,
-            "gpus": self.gpus,
-            "mps": self.mps,
-            "processor": processor(),
-            "cores": len(self.cpus),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "switch_interval": sys.getswitchinterval(),
-        }
-        if self.gpus:
-            found |= {"gpu": driver().name(0), "driver_cuda": driver().version(), "driver": _driver_version()}
-            if importlib.util.find_spec("cupy") is not None:
-                import cupy  # type: ignore[import-not-found,unused-ignore]
-
-                found |= {"cupy": cupy.__version__, "cuda": cupy.cuda.runtime.runtimeGetVersion()}
-        return found
+        found = {"extent": self.extent, "device": self.device, "gpus": self.gpus, "mps": self.mps}
+        return {**machine.about(self.gpus, len(self.cpus)), **found}
 
     # -- launches
 
@@ -295,16 +271,16 @@ class _Run:
     def _decide(self, rows: Sequence[dict[str, Any]], locked: Sequence[dict[str, Any]]) -> Verdict:
         threads, processes = verdict_rows(self.gpus, self.mps)
         about = self.about()
-        machine = about.get("gpu", about["processor"])
+        name = about.get("gpu", about["processor"])
         if self.gpus:
-            machine = f"{self.gpus} x {machine}, driver {about['driver'] or about['driver_cuda']}"
+            name = f"{self.gpus} x {name}, driver {about['driver'] or about['driver_cuda']}"
         return decide(
             rows,
             threads=threads,
             processes=processes,
             wanted=REPETITIONS[self.extent],
             gpus=self.gpus,
-            machine=machine,
+            machine=name,
             missing=self.loops if isinstance(self.loops, str) else None,
             locks=[row for row in locked if row["launch"] == own_name(NULL)],
         )
@@ -329,16 +305,19 @@ class _Run:
         kinds = {"launch-bound": _BATCHES["launch-bound"]}
         if self.gpus and self.extent != "quick":
             kinds["compute-bound"] = _BATCHES["compute-bound"]
-        found = []
+        found: list[dict[str, Any]] = []
         environments = {"threads": environment(mps=False), **self.environments}
-        until = time.monotonic() + STEPS_SECONDS[self.extent]
         for kind, batch in kinds.items():
             try:
-                steps = Steps("mlp", k, self.device, batch, environments, self.note, cores(), torch_python)
+                steps = Steps(
+                    "mlp", k, self.device, batch, environments, self.note, cores(), torch_python,
+                    _used_bytes if self.extent != "quick" and not found else None,
+                )  # fmt: skip
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
             try:
+                until = time.monotonic() + STEPS_SECONDS[self.extent] / len(kinds)
                 made = self._blocks(steps, file, kind, until)
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
@@ -379,26 +358,14 @@ class _Run:
             "ranks": steps.k,
             "batch_per_rank": steps.batch,
             "about": steps.about,
+            "costs": steps.costs,
             "blocks": blocks,
             "refused": refused,
         }
 
 
 def _used_bytes() -> int:
-    """Return the bytes in use on the GPUs, by all processes."""
+    """Return the bytes in use on the GPUs, by all processes; 0 where there are none."""
     from ...device_memory import devices
 
     return sum(gpu.total - gpu.free for gpu in devices())
-
-
-def _driver_version() -> str | None:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-        return done.stdout.splitlines()[0].strip() or None
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return None

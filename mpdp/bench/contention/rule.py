@@ -8,17 +8,19 @@ share.
 1. A verdict arm with fewer accepted repetitions than wanted: ``undecided (cores busy)``.
 2. Threads scale to at least 0.8 k: ``no contention here``.
 3. Threads below that, processes at least 0.9 k: ``the driver's lock is real here``, if the threads are seen to wait
-   (for locks inside the driver in more than one launch of a hundred, by voluntary switches, or by a 99th percentile
-   that is at least twice that of one thread); else ``undecided``.
+   (for locks inside the driver, in one launch of a hundred or a tenth of their time; by voluntary switches; or by a
+   99th percentile that is at least twice that of one thread); else ``undecided``.
 4. Both below: ``undecided``, since the GPU or the machine limits processes as well.
 
 What follows for training needs a GPU a worker: processes are to be preferred if the launch-bound step with the same
-collective is more than 5 % faster than that of threads, with the whole interval. On one GPU this is said to be open.
+collective is more than 5 % faster than that of the better way to have threads, with the whole interval. On one GPU
+this is said to be open.
 Captured steps stand in the table beside it: ranks that are threads do not capture, so they have none to compare.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 SCALES, SCALES_APART = 0.8, 0.9  # of k: threads, processes
 WAITS = 2.0  # of the 99th percentile of one thread
 CONTENDED = 0.01  # of the launches
+WAITED = 0.1  # of the time inside of launches
 FASTER = 0.05
 
 
@@ -94,12 +97,21 @@ def decide(
     waits = (
         together["p99_us"] >= WAITS * alone["p99_us"]
         or (together["voluntary_switches"] or 0) > (alone["voluntary_switches"] or 0)
-        or any(each["k"] > 1 and each["contended"] > CONTENDED * each["launches"] for each in locks)
+        or any(each["k"] > 1 and _contended(each) for each in locks)
     )
     if not waits:
         why = "threads are slower, but are not seen to wait"
         return Verdict("undecided", f"undecided ({why}): {told}", unsettled, k)
     return Verdict("lock", f"the driver's lock is real here: {told}", unsettled, k)
+
+
+def _contended(row: Mapping[str, Any]) -> bool:
+    """Return whether launches wait for locks: often, or seldom and for long, as where the one that leaves it takes it
+    again at once."""
+    waited = (
+        row["waited_seconds"] * row["enqueued_per_second"] / row["launches"]
+    )  # a worker's share of its time in calls
+    return bool(row["contended"] > CONTENDED * row["launches"] or waited / row["k"] > WAITED)
 
 
 def readings(rows: Sequence[Mapping[str, Any]], k: int) -> list[str]:
@@ -140,13 +152,16 @@ def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str
     **Local.**
 
     Args:
-        steps: by ``"threads"`` and ``"processes"``, the seconds of a launch-bound step, not captured.
+        steps: by job, the seconds of a launch-bound step, not captured: of ``"processes"``, and of the two ways to have
+            threads, of which the faster one counts.
         gpus: 0 on CPUs.
         on_cpu: the ranks were on CPUs.
     """
     from .figures import interval
+    from .steps import DATA_PARALLEL
 
-    threads, processes = steps.get("threads"), steps.get("processes")
+    ways = [found for name in ("threads", DATA_PARALLEL) if (found := steps.get(name))]
+    threads, processes = min(ways, key=statistics.median, default=None), steps.get("processes")
     if not threads or not processes:
         return "training: undecided (not measured, or the cores were busy)"
     ratio, low, high = interval(threads, processes)

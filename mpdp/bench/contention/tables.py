@@ -46,6 +46,13 @@ def steps_table(made: Mapping[str, Any]) -> str:
             value, low, high = interval(first, seconds)
             against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
         lines.append(f"  {name:<22} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
+    for name, cost in made["costs"].items():
+        ranks = made["about"][name]["ranks"]
+        lines.append(
+            f"  {name} cost{'' if ranks > 1 else 's'}: first steps after {cost['start_seconds']:.1f} s, "
+            f"{cost['host_bytes'] / ranks / 2**20:.0f} MiB of host memory a rank"
+            + (f", {cost['device_bytes'] / ranks / 2**20:.0f} of a GPU" if cost["device_bytes"] else "")
+        )
     return "\n".join(lines)
 
 
