@@ -37,12 +37,12 @@ def own_name(launch: Launch) -> str:
     return length + "".join(way for way, taken in ways.items() if taken)
 
 
-def verdict_rows(gpus: int, mps: bool, mock: Launch = MOCK) -> tuple[str, str]:
+def verdict_rows(gpus: int, mps: bool, launch: Launch | None = None) -> tuple[str, str]:
     """Return the rows of the verdict's arms, of threads and of processes. **Local.**
 
     Processes that share a GPU take turns of milliseconds without MPS, so there it is those under MPS where it runs.
     """
-    own = own_name(NULL if gpus else mock)
+    own = own_name(launch or (NULL if gpus else MOCK))
     processes = "processes MPS" if mps and gpus == 1 else "processes"
     return row_name("pthreads", "c", own), row_name(processes, "c", own)
 

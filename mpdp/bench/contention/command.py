@@ -11,10 +11,10 @@ import ctypes
 import importlib.util
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,13 +23,13 @@ from ...errors import MpdpError
 from . import interference, locks, machine
 from . import loops as c
 from .arms import KS, NULL, own_name, plan, verdict_rows
-from .control import LEAST, Control, cores_in_order
+from .control import Control, cores_in_order
 from .driver import driver
 from .figures import summary
 from .kept import keep as keep_verdict
 from .mps import PIPES, service
-from .rounds import ATTEMPTS, Rounds
-from .rule import Verdict, advise, decide, readings
+from .rounds import Rounds
+from .rule import Verdict, advise, decide, graph_readings, readings
 from .steps import Steps
 from .tables import interference_table, launches_table, locks_table, steps_table
 from .workers import NO_MPS, Processes, Workers, environment
@@ -39,6 +39,7 @@ SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
 ARMS_SECONDS = {"quick": 14.0, "default": 180.0, "full": 3600.0}  # after which no repetition begins
 BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
 STEPS_SECONDS = {"quick": 9.0, "default": 60.0, "full": 1800.0}
+LOADING = "CUDA_MODULE_LOADING"
 STEP_BLOCK = {"quick": 0.15, "default": 0.2, "full": 1.0}
 _BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
 
@@ -62,18 +63,20 @@ def run(
         from ..plot import plotting
 
         plotting()  # an error before time is spent
-    environ = dict(os.environ)
+    environ, changed = dict(os.environ), (LOADING, PIPES)
     with contextlib.ExitStack() as stack:
         served: dict[str, str] | str = "without a GPU"
         if device != "cpu" and _has_gpu():
             served = stack.enter_context(service(environ))
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        os.environ.setdefault(LOADING, "EAGER")
         os.environ[PIPES] = NO_MPS  # threads are measured without a server between
         try:
             return _Run(device, extent, gpus, served, say).run(json_path, plot_path, torch_python)
         finally:
-            os.environ.clear()
-            os.environ.update(environ)
+            for name in changed:
+                os.environ.pop(name)
+                if name in environ:
+                    os.environ[name] = environ[name]
 
 
 def _has_gpu() -> bool:
@@ -151,11 +154,11 @@ class _Run:
         self._print_costs(costs)
         verdict = self._decide(rows, counted)
         launch_bound = next((each for each in steps if each["kind"] == "launch-bound"), None)
-        blocks = {} if launch_bound is None else dict(launch_bound["blocks"])
-        if self.gpus == 1 and blocks.get("processes MPS"):
-            blocks["processes"] = blocks["processes MPS"]
-        advice = advise(blocks, self.gpus, on_cpu=self.gpus == 0)
+        advice = (
+            "training: undecided (not measured)" if launch_bound is None else advise(launch_bound, self.gpus)
+        )
         told = [] if verdict.k is None else readings(rows, verdict.k)
+        told += graph_readings(samples, self.gpus, self.mps)
         for each in told:
             self.print(each)
         for each in verdict.open_questions:
@@ -203,8 +206,8 @@ class _Run:
         found = locks.count(
             self.gpus, locks.launches(self.gpus), ks, self.cpus, environment(mps=False), self.note
         )
-        if file is not None:
-            file.writelines(json.dumps({"locks": row}) + "\n" for row in found)
+        for row in found:
+            _write(file, {}, {"locks": row})
         if found:
             self.print(locks_table(found))
         return found
@@ -219,12 +222,8 @@ class _Run:
     def _launches(
         self, file: TextIO | None, about: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-        def keep(sample: dict[str, Any]) -> None:
-            if file is not None:
-                file.write(json.dumps(sample) + "\n")
-
-        if file is not None:
-            file.write(json.dumps({"about": about}) + "\n")
+        keep = partial(_write, file, {})
+        keep({"about": about})
         cupy = bool(self.gpus) and importlib.util.find_spec("cupy") is not None
         arms = plan(self.extent, self.gpus, self.ks, self.mps, not isinstance(self.loops, str), cupy)
         self.order = list(dict.fromkeys(arm.row for arm in arms))
@@ -301,7 +300,7 @@ class _Run:
     def _steps(self, file: TextIO | None, torch_python: str | None) -> list[dict[str, Any]]:
         if torch_python is None and importlib.util.find_spec("torch") is not None:
             torch_python = sys.executable
-        k = min(2, len(self.cpus)) if self.extent != "full" or self.gpus < 4 else 4
+        k = min(len(self.cpus), self.gpus if self.gpus > 1 else 2)
         kinds = {"launch-bound": _BATCHES["launch-bound"]}
         if self.gpus and self.extent != "quick":
             kinds["compute-bound"] = _BATCHES["compute-bound"]
@@ -318,7 +317,14 @@ class _Run:
                 continue
             try:
                 until = time.monotonic() + STEPS_SECONDS[self.extent] / len(kinds)
-                made = self._blocks(steps, file, kind, until)
+                told = partial(_write, file, {"step": kind})
+                made = {"kind": kind} | steps.turns(
+                    self.control,
+                    repetitions=REPETITIONS[self.extent],
+                    seconds=STEP_BLOCK[self.extent],
+                    until=until,
+                    keep=told,
+                )
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
@@ -328,40 +334,11 @@ class _Run:
             found.append(made)
         return found
 
-    def _blocks(self, steps: Steps, file: TextIO | None, kind: str, until: float) -> dict[str, Any]:
-        length = STEP_BLOCK[self.extent]
-        blocks: dict[str, list[float]] = {name: [] for name in steps.names}
-        lengths = {name: max(1, int(length / steps.block(name, 3))) for name in steps.names}
-        order = random.Random(0)
-        refused = dict.fromkeys(steps.names, 0)
-        wanted = REPETITIONS[self.extent]
-        for _ in range((1 + ATTEMPTS) * wanted):
-            names = [name for name in steps.names if len(blocks[name]) < wanted]
-            order.shuffle(names)
-            for name in names:
-                if time.monotonic() > until:
-                    break
-                before = self.control(steps.k)
-                seconds = steps.block(name, lengths[name])
-                after = self.control(steps.k)
-                accepted = min(before, after) >= LEAST
-                if accepted:
-                    blocks[name].append(seconds)
-                else:
-                    refused[name] += 1
-                if file is not None:
-                    sample = {"step": kind, "job": name, "seconds": seconds, "control": [before, after]}
-                    file.write(json.dumps({**sample, "accepted": accepted}) + "\n")
-        return {
-            "kind": kind,
-            "workload": steps.workload,
-            "ranks": steps.k,
-            "batch_per_rank": steps.batch,
-            "about": steps.about,
-            "costs": steps.costs,
-            "blocks": blocks,
-            "refused": refused,
-        }
+
+def _write(file: TextIO | None, more: dict[str, Any], sample: dict[str, Any]) -> None:
+    """Keep a sample, as a line of JSON."""
+    if file is not None:
+        file.write(json.dumps({**more, **sample}) + "\n")
 
 
 def _used_bytes() -> int:

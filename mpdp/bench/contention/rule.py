@@ -146,27 +146,81 @@ def _open(gpus: int) -> tuple[str, ...]:
     return ()
 
 
-def advise(steps: Mapping[str, Sequence[float]], gpus: int, on_cpu: bool) -> str:
+def graph_readings(samples: Sequence[Mapping[str, Any]], gpus: int, mps: bool) -> list[str]:
+    """Return in words whether graphs do away with the lock, and what the GPU's front end can do at most.
+
+    **Local.** Graphs suffice where k threads launch graphs of 100 kernels at least as fast as k processes, but for 5 %,
+    with the whole interval; k is the most workers that were measured, and have a GPU each where there are several.
+
+    Args:
+        samples: of all repetitions.
+        gpus: that were used.
+        mps: processes under MPS were measured too.
+    """
+    from .arms import verdict_rows
+    from .figures import interval
+    from .targets import Launch
+
+    def rates(row: str, k: int) -> list[float]:
+        return [s["per_second"] for s in samples if (s["row"], s["k"]) == (row, k) and s["accepted"]]
+
+    found = []
+    rows = verdict_rows(gpus, mps, Launch("graph", nodes=100)) if gpus else ("", "")
+    for k in sorted({s["k"] for s in samples if s["row"] == rows[0]}, reverse=True):
+        threads, processes = (rates(row, k) for row in rows)
+        if k > 1 and (gpus < 2 or k <= gpus) and threads and processes:
+            ratio = interval(threads, processes)
+            word = "graphs suffice" if ratio[1] > 1 - FASTER else "graphs do not suffice"
+            if ratio[1] <= 1 - FASTER <= ratio[2]:
+                word = "undecided"
+            found.append(
+                f"graphs: {word}: {k} threads launch those of 100 {_told(ratio)} as fast as {k} processes"
+            )
+            break
+    nodes = 1000
+    ceilings = [
+        statistics.median(made) * nodes
+        for k in sorted({s["k"] for s in samples})
+        if (made := rates(verdict_rows(gpus, mps, Launch("graph", nodes=nodes))[0], k)) and gpus
+    ]
+    if ceilings:
+        found.append(
+            f"ceiling: graphs of {nodes} complete at most {max(ceilings):,.0f} null kernels a second, "
+            "in any number of streams"
+        )
+    return found
+
+
+def advise(made: Mapping[str, Any], gpus: int) -> str:
     """Return what the training steps say of threads and processes.
 
     **Local.**
 
     Args:
-        steps: by job, the seconds of a launch-bound step, not captured: of ``"processes"``, and of the two ways to have
-            threads, of which the faster one counts.
+        made: of :meth:`steps.Steps.turns`, with launch-bound steps, not captured. Of the two ways to have threads the
+            faster one counts. On several GPUs those with the same all-reduce count, where processes choose another;
+            on one, processes under MPS where it runs.
         gpus: 0 on CPUs.
-        on_cpu: the ranks were on CPUs.
     """
     from .figures import interval
-    from .steps import DATA_PARALLEL
+    from .steps import DATA_PARALLEL, STAGED
 
-    ways = [found for name in ("threads", DATA_PARALLEL) if (found := steps.get(name))]
-    threads, processes = min(ways, key=statistics.median, default=None), steps.get("processes")
-    if not threads or not processes:
+    blocks, way = made["blocks"], ""
+    chosen = made["about"].get("processes", {}).get("transport")
+    if (
+        gpus > 1
+        and chosen != "cuda_ipc"
+        and blocks.get(f"threads{STAGED}")
+        and blocks.get(f"processes{STAGED}")
+    ):
+        way = STAGED
+    ways = [found for name in (f"threads{way}", DATA_PARALLEL) if (found := blocks.get(name))]
+    processes = (gpus == 1 and blocks.get("processes MPS")) or blocks.get(f"processes{way}")
+    if not ways or not processes:
         return "training: undecided (not measured, or the cores were busy)"
-    ratio, low, high = interval(threads, processes)
+    ratio, low, high = interval(min(ways, key=statistics.median), processes)
     told = f"a step of threads takes {ratio:.2f} times [{low:.2f}, {high:.2f}] that of processes"
-    if not on_cpu and gpus < 2:
+    if gpus == 1:
         return f"training: {told}, on one GPU: no word on several"
     if low > 1 + FASTER:
         word = "take processes"

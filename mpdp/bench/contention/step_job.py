@@ -1,8 +1,9 @@
 """The training step, as the same script for ranks that are threads and for ranks that are processes.
 
 Started by ``mpdp run``, with or without ``--threads``, with the workload, the device, the samples a rank, and what
-steps: ``eager`` or ``graph``; PyTorch's DDP: ``torch`` and a Python that has it; or, in one process,
-``data-parallel`` and a number of replicas. Rank 0 is told how many steps to do and answers with the seconds of one.
+steps: ``eager`` or ``graph``, and a transport if not what ``init`` chooses; PyTorch's DDP: ``torch`` and a Python that
+has it; or, in one process, ``data-parallel`` and a number of replicas. Rank 0 is told how many steps to do and answers
+with the seconds of one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WARM_UP = 12
 
 def main(name: str, device: str, batch: int, how: str, more: str = "") -> None:
     """Answer until rank 0 is told None. **Collective.**"""
-    world = mpdp.init(device=device, timeout=PATIENCE)
+    transport = more if more and how in ("eager", "graph") else "auto"
+    world = mpdp.init(device=device, transport=transport, timeout=PATIENCE)
     comm = world.axis("data")
     if how == "torch":
         run = _torch(world, name, batch, more)

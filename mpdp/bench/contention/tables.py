@@ -36,15 +36,15 @@ def steps_table(made: Mapping[str, Any]) -> str:
     lines = [
         f"{made['kind']} step of {made['workload']}, {made['ranks']} ranks, {made['batch_per_rank']} samples each:"
     ]
-    first = blocks.get("threads")
+    first = blocks.get("processes")
     for name, seconds in blocks.items():
         against = f", {made['refused'].get(name, 0)} blocks refused"
         if not seconds:
             lines.append(f"  {name:<22} (cores busy){against}")
             continue
-        if first and name != "threads":
-            value, low, high = interval(first, seconds)
-            against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
+        if first and name != "processes":
+            value, low, high = interval(seconds, first)
+            against += f", {value:.2f} times [{low:.2f}, {high:.2f}] that of processes"
         lines.append(f"  {name:<22} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
     for name, cost in made["costs"].items():
         ranks = made["about"][name]["ranks"]
