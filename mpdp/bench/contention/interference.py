@@ -91,7 +91,7 @@ def measure(
                     "accepted": accepted,
                     "control": [round(before, 4), round(after, 4)],
                     "n": timing.calls,
-                    "per_second": timing.calls * 1e9 / (timing.ended - timing.started),
+                    "per_second": timing.calls / max(seconds, (timing.ended - timing.started) / 1e9),
                     "others_per_second": None if beside is None else beside.calls / seconds,
                     **latency_figures([timing.latencies]),
                 }

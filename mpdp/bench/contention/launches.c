@@ -3,7 +3,7 @@
  * Compiled at run time by whatever C compiler is there; knows CUDA by addresses of functions alone. A call is a launch
  * of a kernel or of a graph, another call of the driver, or a mock: it spins or sleeps, and holds one lock of the process
  * meanwhile or does not. Every call is timed; every `every` calls the stream is waited for, outside of the times. A job
- * ends after n calls, or at `stop_at` if that is not 0.
+ * ends after n calls, or the first that ends behind `stop_at` if that is not 0.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -124,7 +124,7 @@ void run_loop(Job *job) {
     int64_t busy = 0, failed = 0, i = 0;
     for (; i < job->n && !failed; i++) {
         const int64_t before = now();
-        if (job->stop_at && before >= job->stop_at) break;
+        if (job->stop_at && i && before >= job->stop_at) break;
         if (job->user_lock) pthread_mutex_lock(&user);
         failed = once(job);
         if (job->user_lock) pthread_mutex_unlock(&user);

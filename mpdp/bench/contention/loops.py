@@ -78,7 +78,6 @@ def loops() -> Loops | str:
         return str(error)
 
 
-@cache
 def library(name: str) -> Path:
     """Return the shared library of a file of C of this folder, compiled once a user and source, into the cache.
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT = "/tmp/nvidia-mps"
 _PATIENCE = 20.0  # seconds for an answer of the daemon
+_APPEARS = 3.0  # seconds for it to say that it is there
 _CLIENTS_END = 5  # seconds for its clients at the end
 
 
@@ -49,6 +51,9 @@ def service(environ: Mapping[str, str]) -> Iterator[dict[str, str] | str]:
     try:
         why = _ask([program, "-d"], inside)
         try:
+            deadline = time.monotonic() + _APPEARS
+            while why is None and not runs(inside) and time.monotonic() < deadline:
+                time.sleep(0.02)
             if why is None and not runs(inside):
                 why = f"{CONTROL} -d: expected a daemon, got none; see control.log of a start by hand"
             yield own if why is None else why

@@ -186,6 +186,8 @@ def test_no_compiler_is_said(monkeypatch):
     monkeypatch.setattr(loops.shutil, "which", lambda name: None)
     try:
         assert loops.loops() == "no C compiler (cc, gcc, clang)"
+        with pytest.raises(RuntimeError, match=r"no C compiler \(cc, gcc, clang\)"):
+            loops.library("locks")
     finally:
         loops.loops.cache_clear()
     planned = arms.plan("full", 1, (1, 2), True, False, True)
@@ -268,21 +270,6 @@ def test_the_locked_share_follows_from_the_scaling():
     ]
 
 
-@pytest.mark.parametrize(
-    ("steps", "gpus", "on_cpu", "line"),
-    [
-        ({"threads": [2.0] * 3, "processes": [1.0] * 3}, 2, False, "training: take processes"),
-        ({"threads": [1.0] * 3, "processes": [2.0] * 3}, 0, True, "training: take threads"),
-        ({"threads": [1.03] * 3, "processes": [1.0] * 3}, 2, False, "training: either will do"),
-        ({"threads": [1.0, 1.2, 1.1], "processes": [1.0] * 3}, 2, False, "training: either will do"),
-        ({"threads": [2.0], "processes": [1.0]}, 1, False, "training: a step of threads takes 2.00 times"),
-        ({"threads": [2.0]}, 2, False, "training: undecided"),
-    ],
-)  # fmt: skip
-def test_what_follows_for_training(steps, gpus, on_cpu, line):
-    assert rule.advise(steps, gpus, on_cpu).startswith(line)
-
-
 # -- figures
 
 
@@ -333,7 +320,7 @@ def test_a_plot_is_drawn_whatever_was_refused(crew, patient, tmp_path, busy):
 
     rows, verdict = measure(crew, nap(False, 50), lambda k: 0.0 if busy else 1.0)
     blocks = {"threads": [] if busy else [0.1, 0.2], "processes": [] if busy else [0.1, 0.1]}
-    made = {"kind": "launch-bound", "blocks": blocks}
+    made = {"kind": "launch-bound", "blocks": blocks, "costs": {}}
     plot_contention(
         {"rows": rows, "steps": [made], "processor": "a mock", "verdict": verdict.line},
         str(tmp_path / "c.png"),
