@@ -41,7 +41,10 @@ BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
 STEPS_SECONDS = {"quick": 9.0, "default": 60.0, "full": 1800.0}
 LOADING = "CUDA_MODULE_LOADING"
 STEP_BLOCK = {"quick": 0.15, "default": 0.2, "full": 1.0}
-_BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
+_BATCHES = {  # samples a rank
+    "cuda": {"launch-bound": 128, "compute-bound": 4096},
+    "cpu": {"launch-bound": 8, "compute-bound": 128},
+}
 
 
 def run(
@@ -301,9 +304,9 @@ class _Run:
         if torch_python is None and importlib.util.find_spec("torch") is not None:
             torch_python = sys.executable
         k = min(len(self.cpus), self.gpus if self.gpus > 1 else 2)
-        kinds = {"launch-bound": _BATCHES["launch-bound"]}
-        if self.gpus and self.extent != "quick":
-            kinds["compute-bound"] = _BATCHES["compute-bound"]
+        kinds = dict(_BATCHES[self.device])
+        if self.extent == "quick":
+            del kinds["compute-bound"]
         found: list[dict[str, Any]] = []
         environments = {"threads": environment(mps=False), **self.environments}
         for kind, batch in kinds.items():
