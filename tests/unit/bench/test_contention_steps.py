@@ -1,8 +1,10 @@
 """The training steps of the contention benchmark: what follows from them, and what is said of what fails."""
 
+import numpy as np
 import pytest
 
-from mpdp.bench.contention import rule, tables
+import mpdp
+from mpdp.bench.contention import rule, step_job, tables
 from mpdp.bench.contention.arms import own_name
 from mpdp.bench.contention.steps import DATA_PARALLEL, brief
 from mpdp.bench.contention.targets import Launch
@@ -68,6 +70,23 @@ def test_whether_graphs_suffice(threads, word):
     assert ceiling.startswith("ceiling: graphs of 1000 complete at most 900,000 null kernels a second")
     assert rule.graph_readings(of_100, 2, False) == []  # four workers on two GPUs
     assert rule.graph_readings([], 0, False) == []
+
+
+def test_steps_of_data_parallel_in_threads_are_those_of_the_trainer(monkeypatch):
+    build, built = step_job.build, []
+    monkeypatch.setattr(step_job, "build", lambda *words: built.append(build(*words)) or built[-1])
+    world = mpdp.init()
+    for make in (
+        lambda: step_job._data_parallel(world, "mlp", 10, 3),
+        lambda: step_job._own(world, "mlp", 10, "eager"),
+    ):
+        mpdp.seed(5)
+        assert make()(4) > 0
+    first, second = ([p.numpy() for p in each.model.parameters()] for each in built)
+    mpdp.seed(5)
+    for one, other, start in zip(first, second, build("mlp", 0, 10).model.parameters()):
+        moved = np.abs(other - start.numpy()).max()
+        assert moved > 1e-4 and np.abs(one - other).max() < 1e-3 * moved
 
 
 def test_a_failure_is_told_in_a_line():
