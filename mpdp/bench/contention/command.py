@@ -301,6 +301,9 @@ class _Run:
     # -- steps
 
     def _steps(self, file: TextIO | None, torch_python: str | None) -> list[dict[str, Any]]:
+        if self.gpus and importlib.util.find_spec("cupy") is None:
+            self.note("steps on a GPU are left out: CuPy is not installed")
+            return []
         if torch_python is None and importlib.util.find_spec("torch") is not None:
             torch_python = sys.executable
         k = min(len(self.cpus), self.gpus if self.gpus > 1 else 2)
