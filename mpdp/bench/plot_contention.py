@@ -41,15 +41,13 @@ def plot_contention(result: dict[str, Any], path: str) -> None:
         beyond = np.maximum(1 - np.cumsum(counts) / counts.sum(), 1e-7)
         del style["marker"]
         latencies.step(histogram_edges(len(counts) + 1)[1:], beyond, where="post", **style)
-    for i, (name, arms) in enumerate(
-        each for each in rows.items() if each[1][0]["launch"].startswith("graph")
-    ):
+    of_graphs = {name: arms for name, arms in rows.items() if arms[0]["launch"].startswith("graph")}
+    lengths = sorted({int(arms[0]["launch"].split()[-1]) for arms in of_graphs.values()})
+    for name, arms in of_graphs.items():
         arms.sort(key=lambda row: row["k"])
         nodes = int(arms[0]["launch"].split()[-1])
-        rates = [row["per_second"] * nodes for row in arms]
-        graphs.plot(
-            [row["k"] for row in arms], rates, label=name, **_style(arms[0], colors[2 * (i // 3) % 20])
-        )
+        rates, color = [row["per_second"] * nodes for row in arms], colors[2 * lengths.index(nodes)]
+        graphs.plot([row["k"] for row in arms], rates, label=name, **_style(arms[0], color))
     enqueued.set(xscale="log", yscale="log", xlabel="workers", ylabel="launches a second, enqueued")
     completed.set(xscale="log", yscale="log", xlabel="workers", ylabel="launches a second, completed")
     graphs.set(xscale="log", yscale="log", xlabel="workers", ylabel="kernels a second by graphs, completed")
@@ -64,7 +62,7 @@ def plot_contention(result: dict[str, Any], path: str) -> None:
     _draw_interference(beside, result.get("interference", []))
     _draw_steps(steps, result["steps"])
     if single:
-        figure.legend(fontsize=7, loc="outside lower center", ncols=3)
+        figure.legend(*enqueued.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=3)
     title = result.get("gpu", result["processor"])
     figure.suptitle(f"threads or processes: {title}\n{result['verdict']}", fontsize=9)
     figure.savefig(path, dpi=100)
