@@ -87,7 +87,10 @@ class Capture:
         self.finish = self.used = None
 
     def update(self, parts: Sequence[Any], keys: Sequence[Any], looks: bool) -> None:
-        """Record what is missing for an update; nothing runs. **Collective** in what is recorded.
+        """Record what is missing for an update; nothing runs. **Collective.**
+
+        Ranks meet their forms of inputs at different updates. Where one has a graph to record all record theirs, also
+        those that they have: a library may agree on buffers when its calls are recorded, as NCCL does.
 
         Args:
             parts: the micro-batches.
@@ -115,8 +118,12 @@ class Capture:
                 }
             binding.update += 1
             parallel._own = sum(part.count for part in parts)
+            known = set(self.graphs) if self._comm.size == 1 else set()
+            if not known.issuperset(keys) and not self.graphs.keys().isdisjoint(keys):
+                self.recorder.wait()  # what is replaced may be running
             for i, (part, key) in enumerate(zip(parts, keys)):
-                if key not in self.graphs:
+                if key not in known:
+                    known.add(key)
                     before = -1 if i == 0 else binding.update  # as if the micro-batches before had run
                     for parameter in parallel.parameters.values():
                         parameter._written = before

@@ -151,28 +151,29 @@ class GraphStep:
             return False
         keys = self._look(parts, looks)
         ready = may and keys is not None
+        missing = any(key not in self.capture.graphs for key in keys or ())
         if self._comm.size > 1:
-            ready = self._agree(ready, stop)
+            ready, missing = self._agree(ready, missing, stop)
         if not ready:
             self.settle()
             return False
         self._stop_agreed = stop if self._comm.size == 1 else self._stop_agreed
-        if keys == self._latest[0]:
+        if keys == self._latest[0] and not missing:
             return True
         self._keys = keys
-        if any(key not in self.capture.graphs for key in keys or ()) and not self._capture_all(parts, looks):
+        if missing and not self._capture_all(parts, looks):
             return False
         self._latest = keys, [self.capture.graphs[key] for key in keys or ()]
         return True
 
-    def _agree(self, ready: bool, stop: bool) -> bool:
-        """Return whether all ranks are ready. **Collective.**"""
+    def _agree(self, ready: bool, missing: bool, stop: bool) -> tuple[bool, bool]:
+        """Return whether all ranks are ready, and whether one of them has a graph to capture. **Collective.**"""
         parallel = self.parallel
         agreed = exchange(
             self._comm,
             Kind.STEP_BEGIN,
             parallel.step_count,
-            sums=(ready, self._broken is not None),
+            sums=(ready, self._broken is not None, missing),
             layout=parallel.layout.digest,
             stop=stop,
             changed=parallel._replica.binding.dirty,
@@ -180,8 +181,8 @@ class GraphStep:
         self._stop_agreed = agreed.stop
         if agreed.sums[1]:  # a reason that stays
             self._give_up(self._broken or "another rank cannot capture its step")
-            return False
-        return agreed.sums[0] == self._comm.size and not agreed.changed
+            return False, False
+        return agreed.sums[0] == self._comm.size and not agreed.changed, agreed.sums[2] > 0
 
     def _give_up(self, why: str) -> None:
         """Run eagerly from now on. **Local**, on all ranks at the same step."""

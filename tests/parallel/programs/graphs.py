@@ -122,6 +122,21 @@ def shares_that_change_and_are_empty():
 
 
 @case
+def forms_that_ranks_meet_at_different_updates():
+    """Share lengths that one rank has had before while another has to capture its graph."""
+    totals = [(4, 3)] * 4 + [(4, 4)] * 4 + [(5, 4), (4, 3)] * 4 + [(4, 4)] * 4
+    batches = [batch for batch, _ in zip(class_batches(5), totals)]
+    trainers = [trainer_of(mlp, sgd, graph=graph) for graph in (False, True)]
+    for trainer in trainers:
+        for (x, y), (first, other) in zip(batches, totals, strict=True):
+            count = first if rank == 0 else other
+            trainer.step((x[:count], y[:count]))
+    for a, b in zip(*map(state_of, trainers), strict=True):
+        assert equal_bits(a, b)
+    assert trainers[1].updates.graphs.captures == (2 if size == 1 else 3)
+
+
+@case
 def statistics_of_the_global_batch():
     def normed():
         return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
