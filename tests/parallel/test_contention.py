@@ -124,4 +124,7 @@ def test_a_quick_run_with_a_driver_ends_with_a_verdict(job, fake_driver, daemon,
     assert "one GPU cannot decide whether processes train faster" in result.output
     assert found["training"].startswith("training: undecided")
     if importlib.util.find_spec("cupy") is None:
-        assert found["steps"] == [] and "note: steps on a GPU are left out: CuPy is not installed" in result.output
+        assert (
+            found["steps"] == []
+            and "note: steps on a GPU are left out: CuPy is not installed" in result.output
+        )
