@@ -288,8 +288,8 @@ def check_balance(infos: Sequence[DeviceInfo], processors: Sequence[int] = ()) -
         for info, size in zip(infos, found):
             if size < BALANCE * largest:
                 warnings.warn(
-                    f"{info.device}: expected {what} of at least {BALANCE:.0%} of the largest device's {largest} {unit}, "
-                    f"got {size}; leave it out of devices",
+                    f"{info.device}: expected {what} of at least {BALANCE:.0%} of the largest device's {largest} "
+                    f"{unit}, got {size}; leave it out of devices",
                     stacklevel=3,
                 )
 
