@@ -22,17 +22,17 @@ from ...cores import cores
 from ...errors import MpdpError
 from . import interference, locks, machine
 from . import loops as c
-from .arms import KS, NULL, own_name, plan, verdict_rows
-from .control import Control, cores_in_order
+from .arms import KS, NULL, OWN, own_name, plan, verdict_rows
+from .control import Control, cores_in_order, neighbours_apart
 from .driver import driver
 from .figures import summary
 from .kept import keep as keep_verdict
 from .mps import PIPES, service
 from .rounds import Rounds
-from .rule import Verdict, advise, decide, graph_readings, readings
+from .rule import Verdict, advise, decide, graph_readings, readings, whose
 from .steps import Steps
 from .tables import interference_table, launches_table, locks_table, steps_table
-from .workers import NO_MPS, Processes, Workers, environment
+from .workers import NO_MPS, Processes, Workers, environment, row_name
 
 REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
@@ -97,9 +97,10 @@ class _Run:
     ) -> None:
         self.extent, self.mps, self._say_to = extent, not isinstance(served, str), say
         self.notes: list[str] = []
+        self.stages: dict[str, float] = {}
         self.gpus = self._count(device, gpus)
         self.device = "cuda" if self.gpus else "cpu"
-        self.cpus = cores_in_order()[: max(1, cores())]
+        self.cpus = neighbours_apart(cores_in_order()[: max(1, cores())])
         most = len(self.cpus)
         self.ks = [k for k in KS if k <= most]
         if self.ks != list(KS):
@@ -125,6 +126,11 @@ class _Run:
     def print(self, text: str) -> None:
         print(text, file=self._say_to, flush=True)
 
+    def _passed(self, stage: str) -> None:
+        """Keep how long a part of the run took."""
+        now = time.monotonic()
+        self.stages[stage], self._since = round(now - self._since, 1), now
+
     def _count(self, device: str, gpus: int | None) -> int:
         if device == "cpu":
             return 0
@@ -139,7 +145,7 @@ class _Run:
 
     def run(self, json_path: str | None, plot_path: str | None, torch_python: str | None) -> int:
         """Measure, print and write."""
-        begun = time.monotonic()
+        begun = self._since = time.monotonic()
         samples_path = None if json_path in (None, "-") else Path(f"{json_path}.samples.jsonl")
         file = None if samples_path is None else open(samples_path, "w", encoding="utf-8")  # noqa: SIM115
         about = {**self.about(), "at_start": machine.moment(self.gpus)}
@@ -150,7 +156,9 @@ class _Run:
             if self.beside:
                 self.print(interference_table(self.beside))
             counted = self._locks(file)
+            self._passed("locks")
             steps = self._steps(file, torch_python)
+            self._passed("steps")
         finally:
             if file is not None:
                 file.close()
@@ -161,6 +169,9 @@ class _Run:
             "training: undecided (not measured)" if launch_bound is None else advise(launch_bound, self.gpus)
         )
         told = [] if verdict.k is None else readings(rows, verdict.k)
+        if self.gpus and verdict.k is not None:
+            own = row_name("pthreads", "c", own_name(OWN))
+            told += whose(rows, verdict_rows(self.gpus, self.mps)[0], own, verdict.k)
         told += graph_readings(samples, self.gpus, self.mps)
         for each in told:
             self.print(each)
@@ -177,6 +188,7 @@ class _Run:
             **about,
             "at_end": machine.moment(self.gpus),
             "seconds": round(time.monotonic() - begun, 1),
+            "stage_seconds": self.stages,
             "complete": complete,
             "notes": self.notes,
             "rows": rows,
@@ -248,7 +260,9 @@ class _Run:
                 say=self.note,
             )
             samples = rounds.run()
+            self._passed("launches")
             self.beside = self._interference(workers, keep)
+            self._passed("interference")
             costs = {
                 name: [vars(cost) for cost in each.costs] for name, each in processes.items() if each.costs
             }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .arms import NULL, own_name
-from .control import LEAST
+from .control import LEAST, until_free
 from .figures import interval, latency_figures
 from .targets import Launch
 from .workers import Workers
@@ -76,7 +76,7 @@ def measure(
             other, by = arm
             name = NOTHING if other is None else own_name(other), "" if other is None else by or "thread"
             found = samples.setdefault(name, [])
-            before = control(2)
+            before = until_free(control, 2)
             try:
                 timing, beside = workers.beside(launch, other, by, seconds, bound)
             except Exception as error:

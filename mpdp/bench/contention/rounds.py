@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .control import LEAST
+from .control import LEAST, until_free
 from .figures import latency_figures
 from .workers import Arm, Run, Workers
 
@@ -101,7 +101,7 @@ class Rounds:
         return list(self._cpus[: arm.k])
 
     def _once(self, arm: Arm) -> None:
-        before = self._control(arm.k)
+        before = until_free(self._control, arm.k)
         run = self._workers.run(arm, self._lengths[arm], self._cpus_of(arm))
         after = self._control(arm.k)
         accepted = min(before, after) >= LEAST and run.late <= LATE

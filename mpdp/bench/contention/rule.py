@@ -146,6 +146,32 @@ def _open(gpus: int) -> tuple[str, ...]:
     return ()
 
 
+def whose(rows: Sequence[Mapping[str, Any]], threads: str, own: str, k: int) -> list[str]:
+    """Return in words whose the lock is, where threads of one context do not scale: one GPU can tell.
+
+    **Local.**
+
+    Args:
+        rows: of :func:`figures.summary`.
+        threads, own: the rows of threads of C that share a context, and of those with one each.
+        k: the number of workers that decided.
+    """
+    found = {row["row"]: row for row in rows if row["k"] == k and row["accepted"] and row["enqueued_scaling"]}
+    if threads not in found or own not in found:
+        return []
+    shared, apart = found[threads]["enqueued_scaling"], found[own]["enqueued_scaling"]
+    told = f"{k} threads enqueue {_told(apart)} of one with a context each, {_told(shared)} with one context"
+    if shared[0] >= SCALES * k:
+        word = "no lock that matters"
+    elif apart[0] >= SCALES * k:
+        word = "the lock is the context's"
+    elif apart[1] <= shared[2]:
+        word = "contexts of their own do not help: the lock is the process's, or the GPU is what limits"
+    else:
+        word = "contexts of their own help in part"
+    return [f"contexts: {word}: {told}"]
+
+
 def graph_readings(samples: Sequence[Mapping[str, Any]], gpus: int, mps: bool) -> list[str]:
     """Return in words whether graphs do away with the lock, and what the GPU's front end can do at most.
 

@@ -19,7 +19,7 @@ import mpdp
 from ...cores import VARIABLES
 from ...errors import CommunicationError, LaunchError
 from .channel import Channel
-from .control import LEAST
+from .control import LEAST, until_free
 from .rounds import ATTEMPTS
 
 SCRIPT = Path(__file__).parent / "step_job.py"
@@ -168,7 +168,7 @@ class Steps:
             for name in names:
                 if time.monotonic() > until:
                     break
-                before = control(self.k)
+                before = until_free(control, self.k)
                 each = self.block(name, lengths[name])
                 after = control(self.k)
                 accepted = min(before, after) >= LEAST

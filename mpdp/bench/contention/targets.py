@@ -181,6 +181,9 @@ class Target:
         import cupy  # type: ignore[import-not-found,unused-ignore]
 
         self._cupy, self._ordinal = cupy, ordinal
+        cupy.cuda.runtime.setDevice(
+            ordinal
+        )  # also where CuPy thinks that it is; a context of our own may be current
         with cupy.cuda.Device(ordinal):
             kernel = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -196,7 +199,7 @@ class Target:
         if self._submission is not None:
             self._submission.use()
         if self._stream is not None:
-            self._cupy.cuda.Device(self._ordinal).use()
+            self._cupy.cuda.runtime.setDevice(self._ordinal)
             self._stream.use()
 
     def call(self) -> None:

@@ -107,6 +107,35 @@ def test_the_control_sees_other_work():
     assert min(shares) < control.LEAST
 
 
+@pytest.mark.parametrize("compiler", [True, False])
+def test_threads_without_cores_are_seen(monkeypatch, compiler):
+    if not compiler:
+        monkeypatch.setattr(control.c, "loops", lambda: "no C compiler")
+    cpus = control.cores_in_order()
+    free = control.Control(cpus)
+    assert (free._loops is not None) == compiler
+    assert 0 < free(8 * len(cpus)) < control.LEAST / 4 < max(free(1) for _ in range(5)) <= 1
+
+
+def test_a_look_is_repeated_until_the_cores_are_free():
+    looks = iter([0.5, 0.9, 0.95, 0.2])
+    assert control.until_free(lambda k: next(looks), 2) == 0.95
+    looks = iter([0.5] * control.TRIES)
+    assert control.until_free(lambda k: next(looks), 2) == 0.5 and list(looks) == []
+
+
+def test_neighbours_that_are_one_core_are_taken_apart():
+    def rate(cpus):
+        return 1.1 if {cpu // 2 for cpu in cpus} == {2} else 2.0
+
+    assert control.neighbours_apart(range(4, 10), rate) == [4, 6, 8, 5, 7, 9]
+    assert control.neighbours_apart(range(4, 10), lambda cpus: 2.0) == list(range(4, 10))
+    assert control.neighbours_apart([4, 5], rate) == [4, 5]
+    assert sorted(control.neighbours_apart(control.cores_in_order() * 2)) == sorted(
+        control.cores_in_order() * 2
+    )
+
+
 def test_cores_are_those_in_reach_once_each():
     assert sorted(control.cores_in_order()) == sorted(os.sched_getaffinity(0))
     assert control.cores_in_order([7000, 7001]) == [7000, 7001]
