@@ -98,6 +98,7 @@ class _Run:
         self.extent, self.mps, self._say_to = extent, not isinstance(served, str), say
         self.notes: list[str] = []
         self.stages: dict[str, float] = {}
+        self._since = 0.0
         self.gpus = self._count(device, gpus)
         self.device = "cuda" if self.gpus else "cpu"
         self.cpus = neighbours_apart(cores_in_order()[: max(1, cores())])
