@@ -1,7 +1,7 @@
 /* A driver for tests: it launches nothing, takes its time, and checks what a real one would refuse.
  *
  * Contexts, streams, modules and graphs are structures that know what they belong to. A launch needs a current context
- * in the calling thread that is the stream's, and a kernel of that context. It sleeps 50 us (with FAKE_LONG=1 1 ms, of
+ * in the calling thread that is the stream's, and a kernel of that context. It sleeps 50 us (with FAKE_LONG=1 2 ms, of
  * which a busy machine takes less notice), so that no core is needed; with FAKE_LOCK=process or FAKE_LOCK=context it holds
  * a lock of the process, or of the context, meanwhile.
  */
@@ -38,7 +38,7 @@ static int here(Thing *thing, int kind) {
 }
 static void spend(void) {
     const char *text = getenv("FAKE_LOCK"), *long_ones = getenv("FAKE_LONG");
-    struct timespec t = {0, long_ones ? 1000000 : 50000};
+    struct timespec t = {0, long_ones ? 2000000 : 50000};
     pthread_mutex_t *lock = !text ? NULL : strcmp(text, "process") ? &current->lock : &process;
     if (lock) pthread_mutex_lock(lock);
     nanosleep(&t, NULL);

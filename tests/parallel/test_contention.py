@@ -89,7 +89,7 @@ def test_a_lock_of_a_driver_is_found_and_whose_it_is(fake_driver, lock, word):
     environ = {"LD_LIBRARY_PATH": str(fake_driver), "FAKE_LOCK": lock}
     result = run([sys.executable, str(PROGRAMS / "contention.py")], timeout=90, environ=environ).check()
     (found,) = result.results
-    assert found["said"] == [] and found["word"] == word
+    assert found["said"] == [] and found["word"] == word, found["line"]
     assert (found["threads"] > 1.6) == (lock is None)
     assert (found["own"] > 1.6) == (lock != "process")
     assert found["processes"] > 1.6
