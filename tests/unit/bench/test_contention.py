@@ -235,7 +235,7 @@ def row(name, k, scaling, accepted=9, p99=5.0, switches=0, enqueued=None):
         return None if k == 1 else (value, value - 0.1, value + 0.1)
 
     return {
-        "row": name, "k": k, "accepted": accepted, "scaling": told(scaling),
+        "row": name, "loop": "c", "k": k, "accepted": accepted, "scaling": told(scaling),
         "enqueued_scaling": told(scaling if enqueued is None else enqueued), "p99_us": p99,
         "voluntary_switches": switches,
     }  # fmt: skip
@@ -293,9 +293,11 @@ def test_fewer_workers_decide_where_more_have_no_cores():
 
 def test_the_locked_share_follows_from_the_scaling():
     rows = [row("t", 1, 1), row("t", 4, 4), row("m", 4, 1), row("b", 4, 2, accepted=0)]
+    rows.append({**row("g", 4, 2, enqueued=4), "loop": "held"})
     assert rule.readings(rows, 4) == [
         "t: 4 workers enqueue 4.00 times as fast as one, locked share 0.00",
         "m: 4 workers enqueue 1.00 times as fast as one, locked share 1.00",
+        "g: 4 workers complete 2.00 times as fast as one, locked share 0.33",
     ]
 
 
