@@ -24,6 +24,7 @@ from ..nn.module import Changes
 from ..optim import Optimizer
 from . import non_finite
 from .capture import MOST_ARRAYS, Capture, form_of, nothing
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import check_rate
 from .late_loss import LateLoss
@@ -52,7 +53,7 @@ class GraphStep:
         parallel: the wrapped model.
         loss_function: ``loss(output, target)``.
         optimizer: bound to the model.
-        clip_norm: see :class:`mpdp.Trainer`.
+        clip_norm, clip_value: see :class:`mpdp.Trainer`.
         accumulate: micro-batches of an update.
         recorder: turns launches into graphs.
         required: an obstacle is an error, not a reason to run eagerly.
@@ -70,6 +71,7 @@ class GraphStep:
         accumulate: int,
         recorder: Any,
         required: bool,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel, self.optimizer, self.clip_norm = parallel, optimizer, clip_norm
         self._required = required
@@ -82,7 +84,9 @@ class GraphStep:
             module.report_to(self._changes)
         self._kernels.plan_book.on_change.append(self._changes.anything)
         self._inside = self._comm.size == 1 or self._comm.capturable
-        self.capture = Capture(parallel, loss_function, optimizer, accumulate, recorder, self._inside)
+        self.capture = Capture(
+            parallel, loss_function, optimizer, accumulate, recorder, self._inside, clip_value
+        )
         self._off = False  # all ranks have agreed to run eagerly from now on
         self._said: set[str] = set()
         self._keys: Any = None  # of the update that was agreed to, with the arrays it reads
@@ -123,6 +127,10 @@ class GraphStep:
             if not module.static:
                 kind = type(module).__name__
                 return f"{name or 'the model'} ({kind}) does not declare that it is static; set static = True on it"
+        if self.parallel.reducer.placement.held is not None and not self._inside:
+            return (
+                f"optimizer state is divided between ranks, and {self._comm.transport} needs the host for it"
+            )
         if self.parallel.may_communicate and not self._inside:
             return (
                 f"the model exchanges statistics inside a step, and {self._comm.transport} needs the host for it; "
@@ -350,7 +358,7 @@ class GraphStep:
         self._comm.all_reduce(board.record, lane="urgent")
         reducer.wait()
         reducer.step -= 1
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self.capture.finish.launch()
 
     # -- what became of it
@@ -470,4 +478,4 @@ class GraphStep:
             raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")
         scale = parallel.loss_scale
         smallest = None if scale is None else scale.smallest
-        non_finite.raise_gradient_at(parallel.layout, report.bad, report.step, smallest)
+        non_finite.raise_gradient(parallel.layout, report.bad, report.step, smallest)

@@ -20,6 +20,7 @@ from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
 from .layout import Layout
+from .placement import Placement
 from .record import Agreed, Kind, exchange
 
 FlushPlan = Mapping[int, Callable[[], None]]
@@ -34,6 +35,8 @@ class Reducer:
         arena: the gradients.
         comm: the ranks (default: the arena's).
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
+        placement: which ranks the sums are for; with another one than ``"replicated"`` each rank has those of its own
+            ranges alone after :meth:`wait`, and :meth:`finish` is an error.
 
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
@@ -55,7 +58,12 @@ class Reducer:
     """
 
     def __init__(
-        self, arena: GradientArena, comm: Communicator | None = None, chunk_bytes: int | None = None
+        self,
+        arena: GradientArena,
+        comm: Communicator | None = None,
+        chunk_bytes: int | None = None,
+        *,
+        placement: str = "replicated",
     ) -> None:
         self.arena = arena
         self.comm = comm if comm is not None else arena.comm
@@ -68,6 +76,7 @@ class Reducer:
             self.comm,
             lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
+        self.placement = Placement(placement, self.chunks, self.comm)
         self._starts = [start for start, _ in self.chunks]
         self.views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
@@ -81,6 +90,7 @@ class Reducer:
             {
                 **{e.name: f"{arena.dtype.name}{list(e.shape)}" for e in layout.entries},
                 "chunk table": self.chunks,
+                "placement": placement,
             },
         )
         self.step = 0
@@ -189,7 +199,7 @@ class Reducer:
         self.open()
         start = time.perf_counter()
         while self._next < upto:
-            self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
+            self._requests.append(self.placement.start_reducing(self.views[self._next], self._next))
             self._next += 1
         self.waited_seconds += time.perf_counter() - start
 
@@ -234,6 +244,11 @@ class Reducer:
             DisagreementError: on all ranks, when a rank skipped a step or is in another call.
             ValueError: on all ranks: a negative count on one, or a global count of zero.
         """
+        if not self.placement.whole:
+            raise ValueError(
+                f'finish: expected placement="replicated", got {self.placement.name!r}, where no rank has all sums; '
+                "call wait() and use the ranges of placement.held"
+            )
         bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
         sums = (0.0 if bad else count or 0.0, count is None, bad, 1)

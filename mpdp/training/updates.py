@@ -89,6 +89,7 @@ class Updates:
             trainer.accumulate,
             recorder,
             required,
+            trainer.clip_value,
         )
 
     def time_plans(self, wanted: bool) -> None:

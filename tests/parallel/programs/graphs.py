@@ -45,6 +45,8 @@ def state_of(trainer):
     trainer.settle()
     state = [trainer.parallel.weights, *trainer.optimizer.state_arrays().values()]
     state += [buffer.data for buffer in trainer.parallel.buffers.values()]
+    if trainer.parallel._replica.average is not None:
+        state.append(trainer.parallel._replica.average.array)
     return [array if isinstance(array, np.ndarray) else array.get() for array in state]
 
 
@@ -102,6 +104,17 @@ def accumulation_and_clipping():
 @case
 def dropout():
     both(dropping, adamw, class_batches(), chunk_bytes=4096)
+
+
+@case
+def norms_of_parameters_and_an_average_of_weights():
+    def lamb():
+        return optim.LAMB(lr=0.02, weight_decay=0.1, groups=[optim.Group("*.bias", weight_decay=0.0)])
+
+    schedule = optim.Warmup(5, optim.StepLR(4, gamma=0.5))
+    both(mlp, lamb, class_batches(), schedule=schedule, ema=0.9, clip_norm=1.0)
+    options = {"ema": 0.5, "clip_value": 0.02, "precision": "bfloat16", "accumulate": 2}
+    both(mlp, lambda: optim.Lion(lr=0.01, weight_decay=0.1), class_batches(6 * size), **options)
 
 
 @case
