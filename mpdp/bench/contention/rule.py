@@ -106,12 +106,9 @@ def decide(
 
 
 def _contended(row: Mapping[str, Any]) -> bool:
-    """Return whether launches wait for locks: often, or seldom and for long, as where the one that leaves it takes it
-    again at once."""
-    waited = (
-        row["waited_seconds"] * row["enqueued_per_second"] / row["launches"]
-    )  # a worker's share of its time in calls
-    return bool(row["contended"] > CONTENDED * row["launches"] or waited / row["k"] > WAITED)
+    """Return whether launches wait for locks: often, or seldom and long, as who leaves one takes it again."""
+    in_calls = row["k"] * row["launches"] / row["enqueued_per_second"]  # seconds, of all workers
+    return bool(row["contended"] > CONTENDED * row["launches"] or row["waited_seconds"] > WAITED * in_calls)
 
 
 def readings(rows: Sequence[Mapping[str, Any]], k: int) -> list[str]:

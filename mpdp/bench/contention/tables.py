@@ -18,7 +18,7 @@ def launches_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         counts = f"{row['accepted']} of {row['accepted'] + row['refused']}"
         if not row["accepted"]:
-            lines.append(f"{row['row']:<{width}}  {row['k']}  (cores busy)  {counts}")
+            lines.append(f"{row['row']:<{width}}  {row['k']}  (cores busy, or starts late)  {counts}")
             continue
         scalings = [row[name] for name in ("enqueued_scaling", "scaling")]
         told = "  ".join("" if each is None else f"{each[0]:.2f}" for each in scalings)

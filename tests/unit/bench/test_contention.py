@@ -93,6 +93,17 @@ def test_a_late_worker_refuses_the_repetition(crew, monkeypatch):
     assert verdict.line == "undecided (cores busy)"
 
 
+def test_threads_that_wait_for_the_gil_are_not_late(crew, monkeypatch):
+    monkeypatch.setattr(rounds, "LATE", -1.0)
+    planned = [Arm("threads", loop, nap(False, 50), 2, "a mock") for loop in ("held", "c")]
+    run = rounds.Rounds(
+        crew(), planned, lambda k: 1.0, [], repetitions=1, seconds=0.0, keep=lambda sample: None,
+        until=time.monotonic() + 60,
+    )  # fmt: skip
+    accepted = {sample["loop"]: sample["accepted"] for sample in run.run()}
+    assert accepted == {"held": True, "c": False}
+
+
 def test_the_control_sees_other_work():
     cpus = control.cores_in_order()
     free = control.Control(cpus)
