@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..cli import outputs
 from ..comm.base import FLOATS, INTEGERS
 from ..device import as_device
 
@@ -119,12 +120,22 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     parser.add_argument("--blocks", type=int, default=None, help="blocks of each side (default: 5)")
     parser.add_argument("--seconds", type=float, default=None, help="length of a block (default: 2)")
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
     parser.add_argument(
-        "--plot", metavar="PATH.png", default=None, help="draw the steps by what their time goes to"
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
     )
     parser.add_argument(
-        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+        "--plot",
+        type=outputs.path,
+        metavar="PATH.png",
+        default=None,
+        help="draw the steps by what their time goes to",
+    )
+    parser.add_argument(
+        "--trace",
+        type=outputs.path,
+        metavar="PATH",
+        default=None,
+        help="write the last steps of all ranks for ui.perfetto.dev",
     )
     parser.add_argument(
         "--losses",
@@ -222,7 +233,9 @@ def _add_memory(commands: Any) -> None:
     )
     parser.add_argument("--folder", default=None, help="where it is written (default: the temporary folder)")
     parser.add_argument("--quick", action="store_true", help="an array of 64M")
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    parser.add_argument(
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
+    )
 
 
 def _memory(arguments: argparse.Namespace) -> int:
@@ -260,9 +273,15 @@ def _add_all_reduce(commands: Any) -> None:
         "--tune", action="store_true", help="measure the sizes that transports are cut by, and keep them"
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
     parser.add_argument(
-        "--plot", metavar="PATH.png", default=None, help="draw time and bandwidth against size"
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
+    )
+    parser.add_argument(
+        "--plot",
+        type=outputs.path,
+        metavar="PATH.png",
+        default=None,
+        help="draw time and bandwidth against size",
     )
 
 
@@ -277,11 +296,14 @@ def _add_contention(commands: Any) -> None:
     extent.add_argument("--full", action="store_true", help="all arms, however long it takes")
     parser.add_argument(
         "--json",
+        type=outputs.path,
         metavar="PATH",
         default=None,
         help="write one JSON object, and PATH.samples.jsonl; - is stdout",
     )
-    parser.add_argument("--plot", metavar="PATH.png", default=None, help="draw rates, latencies and steps")
+    parser.add_argument(
+        "--plot", type=outputs.path, metavar="PATH.png", default=None, help="draw rates, latencies and steps"
+    )
     parser.add_argument(
         "--torch-python", metavar="PATH", default=None, help="a Python that has PyTorch, if this one has not"
     )

@@ -49,8 +49,12 @@ class Problem:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``mpdp doctor`` and return its exit status: 0, or 1 when something is wrong. **Collective** under mpirun."""
+    from . import outputs
+
     parser = argparse.ArgumentParser(prog="mpdp doctor", description=__doc__.splitlines()[0].split(": ")[1])
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+    parser.add_argument(
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
+    )
     arguments = parser.parse_args(argv)
     report, problems = examine()
     if report is None:

@@ -33,6 +33,7 @@ class Kind(IntEnum):
     EVALUATE = 3
     SAVE = 4
     RESUME = 5
+    SIGNALS = 30
     FIT = 6
     FINISH = 7
     CHECK_REPLICAS = 8
@@ -59,6 +60,7 @@ _CALLS = {
     Kind.STATE: "state_dict()",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
+    Kind.SIGNALS: "the end of its updates or evaluation",
     Kind.FIT: "fit()",
     Kind.FINISH: "Reducer.finish()",
     Kind.CHECK_REPLICAS: "check_replicas()",

@@ -95,6 +95,12 @@ def check(
         raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
     if run_dir is not None and not isinstance(run_dir, (str, os.PathLike)):
         raise TypeError(f"run_dir: expected a path, got {type(run_dir).__name__}; pass a str or Path")
+    if run_dir is not None:
+        path = os.fspath(run_dir)
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise ValueError(
+                f"run_dir: expected a path, got {path!r}; pass a str that is not empty and holds no zero byte"
+            )
     for callback in callbacks:
         if isinstance(callback, type):
             raise TypeError(

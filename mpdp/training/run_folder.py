@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,7 +27,23 @@ from ..parallel.record import Kind, exchange
 from ..world import World, init
 from . import checkpoint
 
+T = TypeVar("T")
 _FLUSH_SECONDS = 1.0
+
+
+def _told(call: Callable[[], T]) -> T:
+    """Return what ``call()`` does, and say of an OSError that it is about the run's folder. **Local.**"""
+    try:
+        return call()
+    except OSError as error:
+        raise OSError(
+            f"run_dir: expected a folder that can be written, got {error}; choose another one or mend it"
+        ) from error
+
+
+def _look_at(checkpoints: Path) -> None:
+    if checkpoints.exists() and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK)):
+        raise OSError(f"{checkpoints}, which is no folder that can be written")
 
 
 class RunFolder:
@@ -65,7 +81,7 @@ class RunFolder:
         if self.path is None:
             return False
         log = self.path / "log.jsonl"
-        return (log.exists() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
+        return (log.is_file() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
     def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Open the folder for a run; one that an earlier run has used only where that was resumed.
@@ -78,7 +94,7 @@ class RunFolder:
             ValueError: an earlier run is there.
             OSError: the folder cannot be written.
         """
-        if keep_rows is None and self.used:
+        if keep_rows is None and _told(lambda: self.used):
             raise ValueError(
                 f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
                 "call trainer.resume() to go on with it, or choose another folder"
@@ -97,12 +113,9 @@ class RunFolder:
         """
         if not self.writes or self.path is None:
             return
-        try:
-            self._open(self.path, config, keep_rows or 0)
-        except OSError as error:
-            raise OSError(
-                f"run_dir: expected a folder that can be written, got {error}; choose another one or mend it"
-            ) from error
+        path = self.path
+        _told(lambda: _look_at(path / "checkpoints"))
+        _told(lambda: self._open(path, config, keep_rows or 0))
 
     def _open(self, path: Path, config: dict[str, Any], keep_rows: int) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -128,7 +141,12 @@ class RunFolder:
         self.rows += 1
         now = time.monotonic()
         if now - self._flushed > _FLUSH_SECONDS:
-            self.flush()
+            try:
+                self.flush()
+            except OSError as error:
+                raise OSError(
+                    f"run_dir: expected to write its log, got {error}; free or mend the disk, and resume"
+                ) from error
             self._flushed = now
 
     def step_row(self, step: int, epoch: int, loss: float, lr: float, **beside: Any) -> None:
@@ -157,7 +175,8 @@ class RunFolder:
             with open(self._log, "a", encoding="utf-8") as file:
                 file.writelines(self._pending)
         except OSError:
-            os.truncate(self._log, size)
+            with contextlib.suppress(OSError):  # the folder may be gone
+                os.truncate(self._log, size)
             raise
         self._pending.clear()
 

@@ -31,6 +31,7 @@ from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
+from .preemption import ends_in_order, obey
 from .run_folder import RunFolder
 from .step import EagerStep, cut_batch, take_apart
 from .updates import Updates
@@ -220,6 +221,7 @@ class Trainer:
     # -- training
 
     @ends_the_job
+    @ends_in_order
     def fit(
         self,
         dataset: Any,
@@ -255,7 +257,7 @@ class Trainer:
             validation data.
 
         Raises:
-            ValueError, TypeError: a bad argument, sample or label, on all ranks.
+            ValueError, TypeError: a bad argument, sample or label, on all ranks. Preempted: a signal came; it is saved.
             DisagreementError: ranks differ in arguments, length of the data or steps, on all ranks.
         """
         self._refuse_inside_fit("fit")
@@ -321,6 +323,8 @@ class Trainer:
         if self.save_every is not None and step % self.save_every == 0:
             self.save()
         self.agree_to_stop()
+        if self._stop_agreed:
+            obey(self)
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
