@@ -217,6 +217,21 @@ class Guard:
                 mpi.COMM_WORLD.Abort(code)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def fail_at_exit(self, error: BaseException) -> None:
+        """End a program non-zero whose last work has failed, seen when the program was at its end. Does not return.
+
+        **Local.** For functions registered with ``atexit``, where an error that is raised is printed and forgotten.
+        """
+        if self._pid == os.getpid() and self.announcement is not None and self.announcement.size > 1:
+            self._uncaught(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self._pid == os.getpid():
+            self._mark("failed", _summary(error))
+        os._exit(1)
+
     # -- hooks
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:

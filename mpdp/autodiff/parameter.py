@@ -38,38 +38,57 @@ class Parameter(Tensor):
         name: set by ``Module.bind_names``.
     """
 
-    __slots__ = ("_copy",)
+    __slots__ = ("_copy", "_shown")
 
     _copy: Array | None  # the weights in 16 bits, for forward and backward
+    _shown: Array | None  # what ``.data`` gives where other ranks hold the master
 
     def __init__(self, data: Any, name: str | None = None) -> None:
-        self._copy = None
+        self._copy = self._shown = None
         super().__init__(data, requires_grad=True, name=name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._copy = None
+        self._copy = self._shown = None
         super().__setstate__(state)
 
     @property
     def data(self) -> Array:
-        """The array itself, the float32 master where there is a working copy. As for :class:`Tensor`."""
+        """The array itself, the float32 master where there is a working copy. As for :class:`Tensor`.
+
+        Where ranks hold slices of the master, what all of them have of it; for reading alone.
+        """
+        if self._shown is not None:
+            return self._shown
         if self._copy is not None and self._binding is not None:
             self._binding.stale = True  # whoever asks may write
         return self._data
 
     @data.setter
     def data(self, value: Any) -> None:
+        if self._shown is not None:
+            raise ValueError(
+                f'data: expected a parameter whose master is here, got {self._title()} under placement="sharded" and '
+                'a 16-bit precision, where ranks hold slices; assign it before it is wrapped, or use "replicated"'
+            )
         if self._copy is not None and self._binding is not None:
             self._binding.stale = True
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _read(self, master: bool) -> Array:
+        if master and self._data is self._copy and self._copy is not None:
+            raise ValueError(
+                f"parameter: expected one with at most one axis where an operation reads float32 under placement="
+                f'"sharded" and a 16-bit precision, got {self._title()} of shape {self.shape}, whose master lies in '
+                'slices; use placement="replicated"'
+            )
         return self._data if master or self._copy is None or not uses_copies() else self._copy
 
     def _arrays(self) -> list[Array]:
         return [self._data] if self._copy is None else [self._data, self._copy]
 
     def _takes(self, dtype: Any) -> bool:
+        if self._shown is not None and self._grad is not None and dtype == self._grad.dtype:
+            return True
         return bool(dtype == self._data.dtype or (self._copy is not None and dtype == self._copy.dtype))
 
     def bind(
@@ -104,10 +123,31 @@ class Parameter(Tensor):
         data_view[...] = kernels.move(self._data, device_of(data_view))
         self._data = data_view
         self._copy = copy_view
+        self._shown = None
         self._grad = grad_view
         self._key = 0
         self._binding = binding
         self._written = -1
+
+    def show(self, data_view: Array | None) -> None:
+        """Let a bound parameter keep no master of its own: ``.data`` only shows what there is of it.
+
+        **Local.** Whoever has bound it keeps the masters elsewhere.
+
+        Args:
+            data_view: the master as all ranks have it, for operations that read float32; None where ranks have the
+                working copy alone.
+        """
+        self._data = self._copy if data_view is None else data_view
+        self._key = 0
+        self._shown = self._data[...]
+        if hasattr(self._shown, "setflags"):
+            self._shown.setflags(write=False)
+
+    def release(self, values: Array) -> None:
+        """Take ``values`` as the data, bound to nothing. **Local.**"""
+        self._data, self._copy, self._shown, self._binding, self._grad = values, None, None, None, None
+        self._key = 0
 
 
 class Buffer(Tensor):

@@ -34,9 +34,10 @@ def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
     commands = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="{train,all-reduce,contention,memory}"
+        dest="benchmark", required=True, metavar="{train,placements,all-reduce,contention,memory}"
     )
     _add_train(commands)
+    _add_placements(commands)
     _add_all_reduce(commands)
     _add_memory(commands)
     _add_contention(commands)
@@ -49,6 +50,10 @@ def main(argv: Sequence[str]) -> int:
             kind = as_device(arguments.device).kind
         except ValueError as error:
             parser.error(str(error))
+    if arguments.benchmark == "placements":
+        if arguments.batch is not None and arguments.batch < 1:
+            parser.error(f"--batch: expected 1 or more, got {arguments.batch}")
+        return _placements(arguments)
     if arguments.benchmark == "contention":
         return _contention(arguments)
     if arguments.benchmark == "all-reduce" and arguments.tune:
@@ -179,6 +184,34 @@ def _train(arguments: argparse.Namespace) -> int:
         peers_clip=arguments.clip == "both",
         global_stats=arguments.global_stats,
         plans=arguments.plans,
+    )
+
+
+def _add_placements(commands: Any) -> None:
+    parser = commands.add_parser("placements", help="memory, bytes sent and step time of each placement")
+    parser.add_argument("workload", choices=WORKLOADS, nargs="?", default="chargpt", help="default: chargpt")
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:ORDINAL")
+    parser.add_argument("--batch", type=int, default=None, help="samples a rank (default: the workload's)")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=None,
+        help="default: bfloat16 on a GPU but for mlp, else float32",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
+    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
+
+
+def _placements(arguments: argparse.Namespace) -> int:
+    from . import placements
+
+    return placements.run(
+        arguments.workload,
+        device=arguments.device,
+        precision=arguments.precision,
+        batch=arguments.batch,
+        quick=arguments.quick,
+        json_path=arguments.json,
     )
 
 

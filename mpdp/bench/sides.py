@@ -42,6 +42,7 @@ class Setting:
         peers_clip: whether the peers clip as well.
         global_stats: whether our batch norms take the statistics of all ranks.
         plans: ``"suggested"`` or ``"timed"``, of our products' libraries; see :class:`mpdp.Trainer`.
+        placement: of our optimizer; see :class:`mpdp.Trainer`.
     """
 
     workload: str
@@ -52,6 +53,7 @@ class Setting:
     peers_clip: bool = False
     global_stats: bool = False
     plans: str = "suggested"
+    placement: str = "replicated"
 
 
 def setting(workload: str, device: str, **options: Any) -> Setting:
@@ -131,8 +133,9 @@ class OwnSide:
                 clip_norm=setting.clip_norm,
                 graph=setting.graph,
                 plans=setting.plans,
+                placement=setting.placement,
             )
-            self.trainer.step(self._batch)
+            self._first_step()
             once = largest(self._comm, self.block(0, 1))
             with self._kind_of_step():
                 self._steps(max(1, min(WARM_UP, int(WARM_UP_SECONDS / once))))
@@ -141,6 +144,10 @@ class OwnSide:
             self.peak_bytes = resident_bytes() - before
         else:
             self.peak_bytes = peak.most + self._comm.device_bytes
+
+    def _first_step(self) -> None:
+        """Do the first step, which is eager everywhere. **Collective.**"""
+        self.trainer.step(self._batch)
 
     def block(self, warm_up: int, steps: int) -> float:
         """Return the seconds a step. **Collective.**"""

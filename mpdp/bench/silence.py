@@ -32,6 +32,8 @@ class WithoutCollectives:
     _CALLS = (
         "all_reduce",
         "start_all_reduce",
+        "start_reduce_scatter",
+        "start_all_gather",
         "reduce",
         "broadcast",
         "reduce_scatter",
@@ -46,7 +48,8 @@ class WithoutCollectives:
 
     def __enter__(self) -> None:
         for name in self._CALLS:
-            setattr(self._comm, name, getattr(self, f"_{name}", self._nothing))
+            default = self._start if name.startswith("start_") else self._nothing
+            setattr(self._comm, name, getattr(self, f"_{name}", default))
 
     def __exit__(
         self,
@@ -60,7 +63,7 @@ class WithoutCollectives:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _start_all_reduce(self, *_: Any, **__: Any) -> Request:
+    def _start(self, *_: Any, **__: Any) -> Request:
         return Request()
 
     def _exclusive_sum(self, value: int, *, lane: str = "urgent") -> int:

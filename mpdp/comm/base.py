@@ -7,7 +7,7 @@ before a byte moves. Read ``mpi`` next for a transport, ``parallel.reducer`` for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +79,8 @@ class Communicator(ABC):
         transport: how bytes move, such as ``"mpi"``.
         chunk_bytes: size of a middle chunk of a long buffer that is reduced while it is still being written.
         chunk_edge: how many times smaller the first and the last chunk are.
+        most_chunks: of a buffer so long that it would make more of them, about this many larger ones are made instead;
+            None where the ranks do not wait for one another at each chunk.
         capturable: collectives of GPU arrays can be captured into a graph.
         spans: notes when messages travel, while a timeline is taken; else None.
     """
@@ -86,6 +88,7 @@ class Communicator(ABC):
     transport = "none"
     chunk_bytes = 4 << 20
     chunk_edge = 4
+    most_chunks: int | None = None
     capturable = False
     spans: Spans | None = None
 
@@ -163,25 +166,29 @@ class Communicator(ABC):
         self.all_reduce(array, op=op, lane=lane)
         return Request()
 
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        """Start :meth:`reduce_scatter`, as :meth:`start_all_reduce` does for its like. **Collective.**"""
+        self.reduce_scatter(array, bounds, op=op, lane=lane)
+        return Request()
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        """Start :meth:`all_gather`, as :meth:`start_all_reduce` does for its like. **Collective.**"""
+        self.all_gather(array, bounds, lane=lane)
+        return Request()
+
     def reduce(self, array: Any, *, op: str = "sum", root: int = 0, lane: str = "bulk") -> None:
         """Replace the array on ``root`` by the sum over ranks; elsewhere its content is lost. **Collective.**"""
         self._check(array, lane, op, root)
         if array.size:
-            self._enter("reduce", lane)
-            try:
-                self._reduce(array, op, root, lane)
-            finally:
-                self.activity.leave()
+            self._carry("reduce", self._reduce, array, op, root, lane)
 
     def broadcast(self, array: Any, *, root: int = 0, lane: str = "bulk") -> None:
         """Replace the array on every rank by that of ``root``. **Collective.**"""
         self._check(array, lane, root=root)
         if array.size:
-            self._enter("broadcast", lane)
-            try:
-                self._broadcast(array, root, lane)
-            finally:
-                self.activity.leave()
+            self._carry("broadcast", self._broadcast, array, root, lane)
 
     def reduce_scatter(
         self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
@@ -196,21 +203,13 @@ class Communicator(ABC):
         """
         self._check(array, lane, op, bounds=bounds)
         if array.size:
-            self._enter("reduce_scatter", lane)
-            try:
-                self._reduce_scatter(array, bounds, op, lane)
-            finally:
-                self.activity.leave()
+            self._carry("reduce_scatter", self._reduce_scatter, array, bounds, op, lane)
 
     def all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> None:
         """Copy ``array[bounds[r]:bounds[r+1]]`` of each rank r to all ranks, in place. **Collective.**"""
         self._check(array, lane, bounds=bounds)
         if array.size:
-            self._enter("all_gather", lane)
-            try:
-                self._all_gather(array, bounds, lane)
-            finally:
-                self.activity.leave()
+            self._carry("all_gather", self._all_gather, array, bounds, lane)
 
     def exclusive_sum(self, value: int, *, lane: str = "urgent") -> int:
         """Return the sum of ``value`` over the ranks below this one; 0 on rank 0. **Collective.**"""
@@ -227,6 +226,19 @@ class Communicator(ABC):
         self._enter("barrier", lane)
         try:
             self._barrier(lane)
+        finally:
+            self.activity.leave()
+
+    def _carry(self, name: str, call: Callable[..., None], array: Any, *arguments: Any) -> None:
+        """Make a call of the transport, whose last argument is the lane."""
+        lane = arguments[-1]
+        self._enter(name, lane)
+        try:
+            if self.spans is None:
+                call(array, *arguments)
+            else:
+                with self.spans.message(lane, array):
+                    call(array, *arguments)
         finally:
             self.activity.leave()
 

@@ -43,11 +43,11 @@ _BYTES = np.dtype(np.uint8)
 
 
 class _Started(Request):
-    def __init__(self, comm: CudaIpcCommunicator, event: Any) -> None:
-        self._comm, self._event = comm, event
+    def __init__(self, comm: CudaIpcCommunicator, name: str, event: Any) -> None:
+        self._comm, self._name, self._event = comm, name, event
 
     def wait(self) -> None:
-        self._comm.look("all_reduce")
+        self._comm.look(self._name)
         gpu = self._comm.gpu
         gpu.join(gpu.current(), self._event)
 
@@ -191,13 +191,28 @@ class CudaIpcCommunicator(Communicator):
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         if self._on_host(array):
             return self.host.start_all_reduce(array, op=op, lane=lane)
-        self._check(array, lane, op)
+        return self._start("all_reduce", array, lane, None, op)
+
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        if self._on_host(array):
+            return self.host.start_reduce_scatter(array, bounds, op=op, lane=lane)
+        return self._start("reduce_scatter", array, lane, bounds, op)
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        if self._on_host(array):
+            return self.host.start_all_gather(array, bounds, lane=lane)
+        return self._start("all_gather", array, lane, bounds)
+
+    def _start(self, name: str, array: Any, lane: str, bounds: Sequence[int] | None, op: str = "") -> Request:
+        self._check(array, lane, op or "sum", bounds=bounds)
         if array.size == 0:
             return Request()
-        self._enter("all_reduce", lane)
+        self._enter(name, lane)
         try:
-            launch = self._launch("all_reduce", array, lane, None, -1, op)
-            return _Started(self, self._lanes[lane].start(launch, array, self.spans))
+            launch = self._launch(name, array, lane, bounds, -1, op)
+            return _Started(self, name, self._lanes[lane].start(launch, array, self.spans))
         finally:
             self.activity.leave()
 

@@ -103,11 +103,11 @@ class _Lane:
 
 
 class _Started(Request):
-    def __init__(self, comm: NcclCommunicator, event: Any) -> None:
-        self._comm, self._event = comm, event
+    def __init__(self, comm: NcclCommunicator, name: str, event: Any) -> None:
+        self._comm, self._name, self._event = comm, name, event
 
     def wait(self) -> None:
-        self._comm.activity.check("all_reduce")
+        self._comm.activity.check(self._name)
         self._comm._join(self._event)
 
 
@@ -255,11 +255,30 @@ class NcclCommunicator(Communicator):
         if op == "max":
             return super().start_all_reduce(array, op=op, lane=lane)
         self._check(array, lane, op)
+        return self._start("all_reduce", array, lane, self._all_reducing(array, op))
+
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        if self._on_host(array):
+            return self.host.start_reduce_scatter(array, bounds, op=op, lane=lane)
+        if op == "max":
+            return super().start_reduce_scatter(array, bounds, op=op, lane=lane)
+        self._check(array, lane, op, bounds=bounds)
+        return self._start("reduce_scatter", array, lane, self._scattering(array, bounds, op))
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        if self._on_host(array):
+            return self.host.start_all_gather(array, bounds, lane=lane)
+        self._check(array, lane, bounds=bounds)
+        return self._start("all_gather", array, lane, self._gathering(array, bounds))
+
+    def _start(self, name: str, array: Any, lane: str, call: Callable[[Any, int], None]) -> Request:
         if array.size == 0:
             return Request()
-        self._enter("all_reduce", lane)
+        self._enter(name, lane)
         try:
-            return _Started(self, self._launch("all_reduce", array, lane, self._all_reducing(array, op)))
+            return _Started(self, name, self._launch(name, array, lane, call))
         finally:
             self.activity.leave()
 
@@ -304,25 +323,31 @@ class NcclCommunicator(Communicator):
             self.host._reduce_scatter(array, bounds, op, lane)
             return
         with _reduced(array, op) as wide:
-            kind, number = self._type(wide), self._op(op)
-            equal, own = _parts(wide, bounds, self.rank)
+            self._call("reduce_scatter", wide, lane, self._scattering(wide, bounds, op))
 
-            def call(nccl: Any, stream: int) -> None:
-                if equal:
-                    nccl.reduceScatter(wide.data.ptr, own, equal, kind, number, stream)
-                    return
-                with self._group():
-                    for root, (start, stop) in enumerate(pairwise(bounds)):
-                        if stop > start:
-                            part = wide.data.ptr + start * wide.itemsize
-                            nccl.reduce(part, part, stop - start, kind, number, root, stream)
+    def _scattering(self, array: Any, bounds: Sequence[int], op: str) -> Callable[[Any, int], None]:
+        kind, number = self._type(array), self._op(op)
+        equal, own = _parts(array, bounds, self.rank)
 
-            self._call("reduce_scatter", wide, lane, call)
+        def call(nccl: Any, stream: int) -> None:
+            if equal:
+                nccl.reduceScatter(array.data.ptr, own, equal, kind, number, stream)
+                return
+            with self._group():
+                for root, (start, stop) in enumerate(pairwise(bounds)):
+                    if stop > start:
+                        part = array.data.ptr + start * array.itemsize
+                        nccl.reduce(part, part, stop - start, kind, number, root, stream)
+
+        return call
 
     def _all_gather(self, array: Any, bounds: Sequence[int], lane: str) -> None:
         if self._on_host(array):
             self.host._all_gather(array, bounds, lane)
-            return
+        else:
+            self._call("all_gather", array, lane, self._gathering(array, bounds))
+
+    def _gathering(self, array: Any, bounds: Sequence[int]) -> Callable[[Any, int], None]:
         kind = self._type(array)
         equal, own = _parts(array, bounds, self.rank)
 
@@ -336,7 +361,7 @@ class NcclCommunicator(Communicator):
                         part = array.data.ptr + start * array.itemsize
                         nccl.broadcast(part, part, stop - start, kind, root, stream)
 
-        self._call("all_gather", array, lane, call)
+        return call
 
     def _exclusive_sum(self, value: int, lane: str) -> int:
         return self.host._exclusive_sum(value, lane)

@@ -60,7 +60,7 @@ class Regions:
         if not self._regions:
             return 0
         start = array.__array_interface__["data"][0]
-        for region in tuple(self._regions.values()):
+        for region in self._regions.copy().values():  # a collection inside of the loop takes regions out
             if region.start <= start and start + array.nbytes <= region.stop:
                 return region.number << _OFFSET_BITS | (start - region.start)
         return 0

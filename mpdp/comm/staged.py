@@ -8,6 +8,8 @@ two pinned buffers. Host arrays (the step record, texts) pass straight through.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -149,19 +151,31 @@ class _Lane:
 
 
 class StagedRequest(Request):
-    """A staged all-reduce: ``wait`` blocks until the host part is done and orders the device behind the copies in."""
+    """A staged collective: ``wait`` blocks until the host part is done and orders the device behind the copies in."""
 
-    def __init__(self, job: Request, copies: Copies, tokens: list[Any], activity: Activity) -> None:
-        self._job, self._copies, self._tokens, self._activity = job, copies, tokens, activity
+    def __init__(
+        self, name: str, job: Request, copies: Copies, tokens: list[Any], activity: Activity
+    ) -> None:
+        self._name, self._activity = name, activity
+        self._job, self._copies, self._tokens = job, copies, tokens
 
     def wait(self) -> None:
-        self._activity.enter("all_reduce")
+        self._activity.enter(self._name)
         try:
             self._job.wait()
         finally:
             self._activity.leave()
         for token in self._tokens:
             self._copies.join(token)
+
+
+class _All(Request):
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
 
 
 class StagedCommunicator(Communicator):
@@ -223,11 +237,39 @@ class StagedCommunicator(Communicator):
         if lane != "bulk":
             return super().start_all_reduce(array, op=op, lane=lane)
         self._check(array, lane, op)
-        tokens: list[Any] = []
-        work = self._work(array, lane, lambda host: self.inner._all_reduce(host, op, lane), tokens)
+        return self._start("all_reduce", array, lambda host: self.inner._all_reduce(host, op, lane))
+
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        if lane != "bulk":
+            return super().start_reduce_scatter(array, bounds, op=op, lane=lane)
+        self._check(array, lane, op, bounds=bounds)
+        return _All(
+            [
+                self._start("reduce_scatter", part, partial(self.inner._reduce, op=op, root=root, lane=lane))
+                for root, part in _parts(array, bounds)
+            ]
+        )
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        if lane != "bulk":
+            return super().start_all_gather(array, bounds, lane=lane)
+        self._check(array, lane, bounds=bounds)
+        return _All(
+            [
+                self._start("all_gather", part, partial(self.inner._broadcast, root=root, lane=lane))
+                for root, part in _parts(array, bounds)
+            ]
+        )
+
+    def _start(self, name: str, array: Any, call: Callable[[Any], None]) -> Request:
+        """Have the thread of the bulk lane move an array, and go on. **Collective.**"""
+        lane, tokens = "bulk", list[Any]()
+        work = self._work(array, lane, call, tokens)
         if self.spans is not None:
             work = _noted(work, self.spans, lane, array)
-        return StagedRequest(self._thread.submit(work), self._copies, tokens, self.activity)
+        return StagedRequest(name, self._thread.submit(work), self._copies, tokens, self.activity)
 
     def note(self, spans: Spans | None) -> None:
         super().note(spans)
@@ -262,16 +304,12 @@ class StagedCommunicator(Communicator):
         self._route(array, lane, lambda host: self.inner._broadcast(host, root, lane))
 
     def _reduce_scatter(self, array: Any, bounds: Sequence[int], op: str, lane: str) -> None:
-        for root in range(self.size):
-            part = array[bounds[root] : bounds[root + 1]]
-            if part.size:
-                self._reduce(part, op, root, lane)
+        for root, part in _parts(array, bounds):
+            self._reduce(part, op, root, lane)
 
     def _all_gather(self, array: Any, bounds: Sequence[int], lane: str) -> None:
-        for root in range(self.size):
-            part = array[bounds[root] : bounds[root + 1]]
-            if part.size:
-                self._broadcast(part, root, lane)
+        for root, part in _parts(array, bounds):
+            self._broadcast(part, root, lane)
 
     def _exclusive_sum(self, value: int, lane: str) -> int:
         result: list[int] = []
@@ -292,6 +330,11 @@ class StagedCommunicator(Communicator):
 
     def _recv(self, array: Any, source: int, lane: str) -> None:
         self._route(array, lane, lambda host: self.inner._recv(host, source, lane))
+
+
+def _parts(array: Any, bounds: Sequence[int]) -> list[tuple[int, Any]]:
+    """Return rank and part of those ranks that have one."""
+    return [(rank, array[start:stop]) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
 
 
 def _noted(work: Callable[[], None], spans: Spans, lane: str, array: Any) -> Callable[[], None]:

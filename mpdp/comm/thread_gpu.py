@@ -174,9 +174,30 @@ class ThreadGpuCommunicator(Communicator):
             return Request()
         if self._on_host(array):
             return self.host.start_all_reduce(array, op=op, lane=lane)
-        self._enter("all_reduce", lane)
+        return self._start(lane, _Call("all_reduce", array, op, self._slices(array), None))
+
+    def start_reduce_scatter(
+        self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
+    ) -> Request:
+        self._check(array, lane, op, bounds=bounds)
+        if not array.size:
+            return Request()
+        if self._on_host(array):
+            return self.host.start_reduce_scatter(array, bounds, op=op, lane=lane)
+        return self._start(lane, _Call("reduce_scatter", array, op, tuple(bounds), None))
+
+    def start_all_gather(self, array: Any, bounds: Sequence[int], *, lane: str = "bulk") -> Request:
+        self._check(array, lane, bounds=bounds)
+        if not array.size:
+            return Request()
+        if self._on_host(array):
+            return self.host.start_all_gather(array, bounds, lane=lane)
+        return self._start(lane, _Call("all_gather", array, "sum", tuple(bounds), None))
+
+    def _start(self, lane: str, call: _Call) -> Request:
+        self._enter(call.name, lane)
         try:
-            call = self._announce(lane, _Call("all_reduce", array, op, self._slices(array), None))
+            self._announce(lane, call)
             own = self._lanes[lane]
             while own.announced and own.board.complete(own.announced[0].number, 0):
                 self._carry_out(own)
@@ -185,7 +206,7 @@ class ThreadGpuCommunicator(Communicator):
         return _Started(self, lane, call)
 
     def _finish(self, lane: str, call: _Call) -> None:
-        self.activity.resume("all_reduce")
+        self.activity.resume(call.name)
         try:
             self._complete(self._lanes[lane], call)
         finally:

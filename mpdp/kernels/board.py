@@ -90,6 +90,9 @@ class Board:
         seed: 0-d float64 array, the gradient of the loss sum.
         record: float64 array (2,), loss sum and count, for the sum over ranks.
         numbers: float64 array, the set that fits.
+        parts: float64 array, what ranks that hold parts of the reduced gradient add up before they decide: the sum of
+            squares of each span, and for each rank the place of the first element that is not finite; see
+            :meth:`share`.
         launches: slots written so far.
     """
 
@@ -99,6 +102,9 @@ class Board:
         self.width = HEAD + 2 * numbers + sources
         self.words = kernels.xp.zeros(NUMBERS + 3 * numbers + sources, np.int64)
         self.launches = 0
+        self.parts: Any = None
+        self._rank = 0
+        self._own: Any = None
         floats = self.words.view(np.float64)
         self.step, self.start, self.rows = (self.words[i : i + 1].reshape(()) for i in (STEP, START, ROWS))
         self.apply = self.words[APPLY : APPLY + 1].reshape(())
@@ -191,8 +197,29 @@ class Board:
         """Return whether the last launch that was written has come to ``signal(count)``."""
         return bool(self._signal[0] >= _signal(self.launches, count))
 
+    def share(self, own: np.ndarray, rank: int, size: int) -> None:
+        """Make ready for a gradient of which each rank has the sums over ranks in some spans only. **Local.**
+
+        Args:
+            own: which spans this rank has: an array of bool.
+            rank, size: of the communicator that adds up :attr:`parts`.
+        """
+        self.parts = self.kernels.xp.zeros(len(own) + size, np.float64)
+        self._rank, self._own = rank, self.kernels.from_host(own.astype(np.uint8))
+
+    def look(self, gradient: Any, span: int) -> None:
+        """Fill :attr:`parts` from the spans of this rank, with zeros for the others; then ranks add them up.
+
+        Args:
+            gradient: flat array, right where this rank has the sums.
+            span: elements of a partial sum of squares.
+        """
+        raise NotImplementedError
+
     def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
         """Decide from the reduced record and gradient whether the update is applied, and with which factor.
+
+        After :meth:`share` from the reduced :attr:`parts` in place of the gradient.
 
         With s = power / count / loss_scale the factor is ``s min(1, clip_norm / (|gradient| s + 1e-6))``.
 
@@ -215,6 +242,8 @@ class Board:
         self.begin((xp.empty_like(loss).reshape(1),), 0)
         self.take(loss, 1.0, 0.0, True)
         self.signal(0)
+        if self.parts is not None:
+            self.look(gradient, span)
         self.decide(gradient, span)
         self.decide(gradient, span, loss=(loss, 1.0, 0.0))
         self._synchronize()
@@ -268,13 +297,27 @@ class HostBoard(Board):
     def signal(self, count: int) -> None:
         self._signal[0] = _signal(int(self.words[LAUNCH]), count)
 
+    def look(self, gradient: Any, span: int) -> None:
+        spans = len(self._own)
+        self.parts[:] = 0
+        for i in np.flatnonzero(self._own).tolist():
+            part = gradient[i * span : (i + 1) * span]
+            self.parts[i] = self.kernels.squared_norm(part, span)
+            bad = np.flatnonzero(~np.isfinite(part))
+            if len(bad) and not self.parts[spans + self._rank]:
+                self.parts[spans + self._rank] = i * span + bad[0] + 1
+
     def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
         if loss is not None:
             self.take(*loss, True)
         words, floats = self.words, self.words.view(np.float64)
         total, count, norm, scale = float(floats[LOSS]), float(floats[COUNT]), 0.0, 0.0
         bad = -1
-        if not self.kernels.all_finite(gradient):
+        if self.parts is not None:
+            places = self.parts[len(self._own) :]
+            if places.any():
+                bad = int(places[places > 0].min()) - 1
+        elif not self.kernels.all_finite(gradient):
             bad = int(np.flatnonzero(~np.isfinite(gradient))[0])
         status = Status.APPLIED
         if words[HALTED]:
@@ -288,7 +331,12 @@ class HostBoard(Board):
         else:
             scale = float(floats[POWER]) / count / float(floats[LOSS_SCALE])
             if floats[CLIP] > 0:
-                norm = math.sqrt(self.kernels.squared_norm(gradient, span)) * scale
+                squares = (
+                    self.kernels.squared_norm(gradient, span)
+                    if self.parts is None
+                    else self.kernels.total(self.parts[: len(self._own)])
+                )
+                norm = math.sqrt(squares) * scale
                 scale *= min(1.0, float(floats[CLIP]) / (norm + 1e-6))
         if not words[HALTED] and status >= Status.LOSS_LOST:
             words[HALTED], words[HALTED_STEP] = status, words[STEP]

@@ -23,7 +23,7 @@ from .cpu_rows import CpuRows
 from .cpu_windows import CpuWindows
 from .plan_book import PlanBook
 from .precision import is_floating, is_half, rounded_once, wide
-from .updates import CpuUpdates
+from .rules import CpuRules
 
 _GELU = math.sqrt(2.0 / math.pi)
 _GELU_CUBE = 0.044715
@@ -32,7 +32,7 @@ _PANEL = (
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
 
-class CpuKernels(CpuUpdates, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
+class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
     """NumPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**"""
 
     xp: ModuleType = np

@@ -27,9 +27,14 @@ from .cuda_norms import CudaNorms
 from .cuda_products import CudaProducts
 from .cuda_random import CudaRandom
 from .cuda_rows import CudaRows
+from .cuda_rules import CudaRules
 from .cuda_source import THREADS, loop_blocks, types
+<<<<<<< HEAD
 from .cuda_updates import CudaUpdates
 from .precision import is_floating, is_half, wide
+=======
+from .precision import is_floating, wide
+>>>>>>> main
 
 _CHUNK_ROWS = 128  # rows that a chunk of a column sum has at least: a small batch takes one launch
 _MOST_CHUNKS = 256
@@ -37,7 +42,7 @@ _WANTED_BLOCKS = 1056  # eight blocks a multiprocessor of an H200; a constant, s
 
 
 class CudaKernels(
-    CudaUpdates, CudaNorms, CudaRows, CudaIndices, CudaProducts, CudaRandom, CudaImages, CudaChannels, CudaAttention,
+    CudaRules, CudaNorms, CudaRows, CudaIndices, CudaProducts, CudaRandom, CudaImages, CudaChannels, CudaAttention,
 ):  # fmt: skip
     """CuPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**
 

@@ -66,14 +66,26 @@ class CudaBoard(Board):
     def signal(self, count: int) -> None:
         self._launch("signal", np.float32, np.float32, 1, 1, self._signal.ctypes.data, count)
 
+    def look(self, gradient: Any, span: int) -> None:
+        spans = len(self._own)
+        self.kernels.launch(
+            "step", "look", ("G", stored(gradient.dtype), "T", "float"), spans, THREADS, self.words, self.parts, spans,
+            gradient, gradient.size, span, self._own, self._rank, self.parts.size - spans,
+        )  # fmt: skip
+
     def decide(self, gradient: Any, span: int, broken: int = 0, loss: Loss | None = None) -> None:
         total, factor, count = (None, 0.0, 0.0) if loss is None else loss
         spans, kind = -(-gradient.size // span), "float" if total is None else stored(total.dtype)
-        blocks = max(spans, 1)
         built = ("G", stored(gradient.dtype), "T", kind)
-        if self._sums is None or len(self._sums) != blocks:
-            self._sums = self.kernels.xp.empty(blocks, np.float64)
+        ranks, sums, blocks = 0, self.parts, 1
+        if self.parts is None:
+            blocks = spans = max(spans, 1)
+            if self._sums is None or len(self._sums) != blocks:
+                self._sums = self.kernels.xp.empty(blocks, np.float64)
+            sums = self._sums
+        else:
+            spans, ranks = len(self._own), self.parts.size - len(self._own)
         self.kernels.launch(
-            "step", "decide", built, blocks, THREADS, self.words, self._sums, blocks, gradient, gradient.size, span,
-            self._reports.ctypes.data, self.reports, broken, total, float(factor), *number(count),
+            "step", "decide", built, blocks, THREADS, self.words, sums, spans, gradient, gradient.size, span,
+            self._reports.ctypes.data, self.reports, broken, total, float(factor), *number(count), ranks,
         )  # fmt: skip

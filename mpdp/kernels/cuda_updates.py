@@ -51,15 +51,17 @@ class CudaUpdates(CudaBase):
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         if weights.size == 0:
             return
-        built = _types(weights, gradient, scratch, copy)
+        built = built_types(weights, gradient, scratch, copy)
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
-        scale, lr, weight_decay = self._there(scale), self._there(lr), self._there(weight_decay)
+        scale, lr, weight_decay = self.there(scale), self.there(lr), self.there(weight_decay)
         self.launch(
-            "updates", "sgd", built, _blocks(weights), THREADS, weights, copy, gradient, velocity, weights.size,
-            *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov, when,
+            "updates", "sgd", built, blocks_of(weights), THREADS, weights, copy, gradient, velocity, weights.size,
+            *number(scale), *number(lr), *number(momentum), *number(weight_decay), decays, nesterov,
+            *limits(limit), when,
         )  # fmt: skip
 
     def adam(
@@ -78,21 +80,22 @@ class CudaUpdates(CudaBase):
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         if weights.size == 0:
             return
-        built = _types(weights, gradient, scratch, copy)
+        built = built_types(weights, gradient, scratch, copy)
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
         shrinks = not (isinstance(shrink, float) and shrink == 1.0)
-        scale, step, eps = self._there(scale), self._there(step), self._there(eps)
-        weight_decay, shrink = self._there(weight_decay), self._there(shrink)
+        scale, step, eps = self.there(scale), self.there(step), self.there(eps)
+        weight_decay, shrink = self.there(weight_decay), self.there(shrink)
         self.launch(
-            "updates", "adam", built, _blocks(weights), THREADS, weights, copy, gradient, mean, variance, weights.size,
-            *number(scale), *number(step), *number(eps), *(float(beta) for beta in betas),
-            *number(weight_decay), decays, *number(shrink), shrinks, when,
+            "updates", "adam", built, blocks_of(weights), THREADS, weights, copy, gradient, mean, variance,
+            weights.size, *number(scale), *number(step), *number(eps), *(float(beta) for beta in betas),
+            *number(weight_decay), decays, *number(shrink), shrinks, *limits(limit), when,
         )  # fmt: skip
 
-    def _there(self, value: Any) -> Any:
+    def there(self, value: Any) -> Any:
         """Return a number with a column that still lies on the host copied; the caller keeps it until the launch."""
         return self.xp.asarray(value) if isinstance(value, np.ndarray) else value
 
@@ -104,11 +107,12 @@ class CudaUpdates(CudaBase):
         return out
 
     def squared_norm(self, x: Any, span: int = 4096) -> Any:
-        spans, out = self.sum_of_squares(x, span), self.xp.empty((), np.float64)
+        return self.total(self.sum_of_squares(x, span))
+
+    def total(self, sums: Any) -> Any:
+        out = self.xp.empty((), np.float64)
         built = types(np.float64, np.float64)
-        self.launch(
-            "spans", "total", built, 1, THREADS, spans, out, spans.size
-        )  # as `decide` of step.cu adds
+        self.launch("spans", "total", built, 1, THREADS, sums, out, sums.size)  # as `decide` of step.cu adds
         return out
 
     def checksum(self, array: Any) -> int:
@@ -134,7 +138,7 @@ class CudaUpdates(CudaBase):
         return flag
 
 
-def _types(weights: Any, gradient: Any, scratch: Any, copy: Any) -> tuple[str, ...]:
+def built_types(weights: Any, gradient: Any, scratch: Any, copy: Any) -> tuple[str, ...]:
     """Return the types of a rule: weights, working copy (any where there is none), gradient, state."""
     working = weights if copy is None else copy
     return (
@@ -143,5 +147,10 @@ def _types(weights: Any, gradient: Any, scratch: Any, copy: Any) -> tuple[str, .
     )
 
 
-def _blocks(x: Any) -> int:
+def blocks_of(x: Any) -> int:
     return -(-x.size // (4 * THREADS))
+
+
+def limits(limit: float | None) -> tuple[float, bool]:
+    """Return the two kernel arguments of what cuts a gradient's elements. **Local.**"""
+    return (0.0, False) if limit is None else (float(limit), True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .updates import UpdateKernels
+from .rules import RuleKernels
 
 if TYPE_CHECKING:
     from .channels import Statistics
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 Into = tuple[tuple[Array, float] | None, tuple[Array, float] | None]
 
 
-class ImageKernels(UpdateKernels):
+class ImageKernels(RuleKernels):
     """Convolution, pooling and batch norm on the arrays of one device. **Local.**"""
 
     # -- channels: x, g and what is made of them are (N, C, ...), what belongs to a channel is (C,) ----------

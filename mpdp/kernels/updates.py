@@ -4,7 +4,7 @@
 contiguous range and works through it in pieces that stay in the cache. Every formula is elementwise,
 so the pieces, and the ranges a caller chooses, never change a bit of the result. The kernels know
 neither parameters nor groups: a number that differs between parameters comes as a column, one
-value for each block of 256 elements. Read next: ``optim/optimizer.py``.
+value for each block of 256 elements. Read next: ``rules`` for Lion, LAMB and averages, ``optim/optimizer.py``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class UpdateKernels:
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         """Do one step of gradient descent on a range.
 
@@ -112,6 +113,7 @@ class UpdateKernels:
             scratch: from :meth:`update_scratch`.
             copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
             when: 0-d int64 array, read when the kernel runs: 0 leaves everything as it is. None for always.
+            limit: ``gradient * scale`` is cut to [-limit, limit]; None leaves it.
         """
         raise NotImplementedError
 
@@ -131,6 +133,7 @@ class UpdateKernels:
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         """Do one step of Adam on a range; the caller has folded the bias corrections into two numbers.
 
@@ -155,6 +158,7 @@ class UpdateKernels:
             scratch: from :meth:`update_scratch`.
             copy: overwritten with the new weights, rounded to its dtype (to nearest, ties to even); or None.
             when: 0-d int64 array, read when the kernel runs: 0 leaves everything as it is. None for always.
+            limit: ``gradient * scale`` is cut to [-limit, limit]; None leaves it.
         """
         raise NotImplementedError
 
@@ -177,6 +181,10 @@ class UpdateKernels:
         """Return the float64 sum of :meth:`sum_of_squares` in a fixed order: a float, or on a GPU a 0-d array."""
         raise NotImplementedError
 
+    def total(self, sums: Any) -> Any:
+        """Return the sum of span sums, in the order in which :meth:`squared_norm` adds them. **Local.**"""
+        raise NotImplementedError
+
     def checksum(self, array: Any) -> int:
         """Return a checksum of the bytes of an array: equal bytes in equal order give equal numbers.
 
@@ -197,7 +205,7 @@ class UpdateKernels:
 
 
 class _Scratch:
-    """Three cache-aligned arrays of one piece each, made on first use."""
+    """A few cache-aligned arrays of one piece each, made on first use."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
@@ -210,10 +218,13 @@ class _Scratch:
 
     def take(self, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return two arrays, and a third for the widened weights where ``dtype`` is narrower."""
-        needed = 2 if dtype == self.dtype else 3
-        while len(self._arrays) < needed:
+        return self.array(0), self.array(1), (None if dtype == self.dtype else self.array(2))
+
+    def array(self, number: int) -> np.ndarray:
+        """Return one of the arrays: 0 to 2 are those of :meth:`take`."""
+        while len(self._arrays) <= number:
             self._arrays.append(_aligned(PIECE, self.dtype))
-        return self._arrays[0], self._arrays[1], (self._arrays[2] if needed == 3 else None)
+        return self._arrays[number]
 
 
 class CpuUpdates(UpdateKernels):
@@ -247,12 +258,14 @@ class CpuUpdates(UpdateKernels):
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         if when is not None and not when:
             return
         work = scratch.dtype
         decays = not (isinstance(weight_decay, float) and weight_decay == 0.0)
-        if velocity is None and not decays:
+        direct = velocity is None and not decays and limit is None
+        if direct:
             scale, lr = 1.0, lr * scale  # one pass less: a = gradient * (lr * scale)
         columns = _are_columns(lr, weight_decay)
         rate, decay = _operand(lr, work), _operand(weight_decay, work)
@@ -265,11 +278,11 @@ class CpuUpdates(UpdateKernels):
             a, b = _fit(a_all, w.shape), _fit(b_all, w.shape)
             p = w if p_all is None else _widened(p_all, w)
             step = rate if rate.ndim == 0 else rate[part]
-            if velocity is None and not decays:
+            if direct:
                 _scaled(g, step, a)
                 np.subtract(p, a, p)
             else:
-                _scaled(g, factor, a)
+                _scaled(g, factor, a, limit)
                 if decays:
                     np.multiply(p, decay if decay.ndim == 0 else decay[part], b)
                     np.add(a, b, a)
@@ -307,6 +320,7 @@ class CpuUpdates(UpdateKernels):
         scratch: Any,
         copy: Any = None,
         when: Any = None,
+        limit: float | None = None,
     ) -> None:
         if when is not None and not when:
             return
@@ -326,7 +340,7 @@ class CpuUpdates(UpdateKernels):
             w, g, m, v = weights[part], gradient[part], mean[part], variance[part]
             a, b = _fit(a_all, w.shape), _fit(b_all, w.shape)
             p = w if p_all is None else _widened(p_all, w)
-            _scaled(g, factor, a)
+            _scaled(g, factor, a, limit)
             if decays:
                 np.multiply(p, decay if decay.ndim == 0 else decay[part], b)
                 np.add(a, b, a)
@@ -367,7 +381,10 @@ class CpuUpdates(UpdateKernels):
         return out
 
     def squared_norm(self, x: Any, span: int = 4096) -> float:
-        return float(self.sum_of_squares(x, span).sum())
+        return self.total(self.sum_of_squares(x, span))
+
+    def total(self, sums: np.ndarray) -> float:
+        return float(sums.sum())
 
     def checksum(self, array: Any) -> int:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -449,10 +466,12 @@ def _widened(buffer: np.ndarray, narrow: np.ndarray) -> np.ndarray:
     return wide
 
 
-def _scaled(gradient: np.ndarray, factor: np.ndarray, out: np.ndarray) -> None:
-    """Write ``gradient * factor`` in the dtype of ``out``, never in a narrower one."""
+def _scaled(gradient: np.ndarray, factor: np.ndarray, out: np.ndarray, limit: float | None = None) -> None:
+    """Write ``gradient * factor``, cut to [-limit, limit], in the dtype of ``out``, never in a narrower one."""
     if gradient.dtype == out.dtype:
         np.multiply(gradient, factor, out)
     else:
         out[...] = gradient
         np.multiply(out, factor, out)
+    if limit is not None:
+        np.clip(out, -limit, limit, out)

@@ -189,14 +189,14 @@ class PlainWindows(Kernels):
         count = windows.fit(*shape[2:])
         if relu:
             g = self.relu_backward(g, out)
-        gx = self.xp.zeros(padded.shape, g.dtype)
+        gx = self.xp.zeros(padded.shape, wide(g.dtype))
         left = self.xp.ones(found.shape, bool)  # the first of equal maxima takes the gradient
         for rows, columns in windows.parts(count):
             here = (padded[:, :, rows, columns] == found) & left
             left &= ~here
             gx[:, :, rows, columns] += g * here
         (down, across), (height, width) = windows.padding, shape[2:]
-        return gx[:, :, down : down + height, across : across + width]
+        return gx[:, :, down : down + height, across : across + width].astype(g.dtype, copy=False)
 
     def avg_pool2d(self, x: Array, windows: Windows) -> Array:
         count = windows.fit(*x.shape[2:])

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .optimizer import Group, Optimizer, non_negative
+from .groups import Group, decays_in, non_negative
+from .optimizer import Optimizer, Shared
 
 
 class Adam(Optimizer):
@@ -49,11 +50,7 @@ class Adam(Optimizer):
         groups: Sequence[Group] = (),
     ) -> None:
         super().__init__(lr, weight_decay, groups)
-        if len(betas) != 2:
-            raise ValueError(f"betas: expected two numbers, got {betas}; as in (0.9, 0.999)")
-        self.betas = (non_negative("betas", betas[0]), non_negative("betas", betas[1]))
-        if max(self.betas) >= 1.0:
-            raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}; as in (0.9, 0.999)")
+        self.betas = decays_in("betas", betas)
         self.eps = non_negative("eps", eps)
         if self.eps == 0.0:
             raise ValueError("eps: expected a number above 0, got 0.0; a zero gradient would divide by 0")
@@ -66,37 +63,34 @@ class Adam(Optimizer):
         return np.array([[rate * ratio for rate in rates], [eps] * len(rates), shrinks])
 
     def _update_captured(
-        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+        self, gradient: Any, start: int, stop: int, shared: Shared, numbers: list[Any], decay: Any
     ) -> None:
         step, eps, shrink = numbers
         coupled, shrinks = self._decay(0.0, decay)
-        self._run(
-            gradient, start, stop, scale, step, eps, coupled, shrinks if self._coupled else shrink, when
-        )
+        self._run(gradient, start, stop, shared, step, eps, coupled, shrinks if self._coupled else shrink)
 
-    def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
+    def _update(self, gradient: Any, start: int, stop: int, shared: Shared, lr: Any, decay: Any) -> None:
         ratio, eps = self._corrections(start, stop)
         coupled, shrink = self._decay(lr, decay)
-        self._run(gradient, start, stop, scale, lr * ratio, eps, coupled, shrink)
+        self._run(gradient, start, stop, shared, lr * ratio, eps, coupled, shrink)
 
     def _run(
         self,
         gradient: Any,
         start: int,
         stop: int,
-        scale: Any,
+        shared: Shared,
         step: Any,
         eps: Any,
         coupled: Any,
         shrink: Any,
-        when: Any = None,
     ) -> None:
         self._kernels.adam(
             self._weights[start:stop],
             gradient,
             self.state["mean"][start:stop],
             self.state["variance"][start:stop],
-            scale=scale,
+            scale=shared.scale,
             step=step,
             eps=eps,
             betas=self.betas,
@@ -104,7 +98,8 @@ class Adam(Optimizer):
             shrink=shrink,
             scratch=self._scratch,
             copy=self._working_copy(start, stop),
-            when=when,
+            when=shared.when,
+            limit=shared.limit,
         )
 
     def _decay(self, lr: Any, decay: Any) -> tuple[Any, Any]:

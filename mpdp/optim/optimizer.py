@@ -1,17 +1,18 @@
 """Optimizer: what every update rule shares: binding to a layout, groups, counts, state for checkpoints.
 
 A rule is applied range by range, in whatever order and cut the reduced gradient arrives. It owns its
-moments and counts, and knows neither ranks nor who holds which range. Read next: ``plan`` for how
-groups become ranges, ``sgd`` and ``adam`` for the rules, ``kernels/updates.py`` for the arithmetic.
+moments and counts, and knows neither ranks nor who holds which range. A rule that needs norms of whole
+parameters works in two passes: ``prepare`` gives sums of fixed pieces of a range, ``apply`` takes those of
+all ranges. Read next: ``plan`` for how groups become ranges, ``sgd``, ``adam``, ``lion`` and ``lamb`` for the
+rules, ``kernels/updates.py`` for the arithmetic.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,41 +20,27 @@ from ..device import device_of, same_device
 from ..errors import CheckpointError
 from ..kernels import move
 from ..kernels.updates import UpdateKernels
+from .groups import Group, non_negative
+from .held import HeldArray, Ranges
 from .plan import Plan
 
 _MOST_GROUPS = 255
 
 
-@dataclass(frozen=True)
-class Group:
-    """Give parameters whose name fits a pattern their own learning rate or decay.
+class Shared(NamedTuple):
+    """What all pieces of one update share.
 
-    **Local.** The first group that fits a name decides; parameters that fit none take the
-    optimizer's values.
-
-    Args:
-        pattern: as in a shell: ``*`` any text, ``?`` one character, ``[ab]`` one of these; upper
-            and lower case differ.
-        lr_factor: factor on the optimizer's learning rate, so that schedules reach every group.
-        weight_decay: in place of the optimizer's; None keeps that.
-
-    Example:
-        >>> Group("*.bias", weight_decay=0.0)
-        Group(pattern='*.bias', lr_factor=1.0, weight_decay=0.0)
+    Attributes:
+        scale: factor on the gradient.
+        limit: the scaled gradient's elements are cut to [-limit, limit]; None leaves them.
+        when: 0-d int64 array on the device; nothing changes where it is 0. None for always.
+        sums: those of all ranges, where the rule needs them.
     """
 
-    pattern: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str):
-            raise TypeError(
-                f"pattern: expected a string such as '*.bias', got {self.pattern!r}; put names in patterns"
-            )
-        non_negative("lr_factor", self.lr_factor)
-        if self.weight_decay is not None:
-            non_negative("weight_decay", self.weight_decay)
+    scale: Any
+    limit: float | None = None
+    when: Any = None
+    sums: Any = None
 
 
 class Optimizer:
@@ -66,12 +53,15 @@ class Optimizer:
 
     Attributes:
         slots: names of the arrays that the rule keeps, one number a weight each.
-        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights.
+        state: slot -> flat array over the trainable zone; float32, or float64 for float64 weights. Where it was bound
+            to some ranges only, a :class:`~mpdp.optim.held.HeldArray` of these.
         updates: int64 NumPy array, how many updates each trainable parameter got.
     """
 
     slots: tuple[str, ...] = ()
     counted = False  # whether :meth:`numbers` depend on the updates that were done
+    needs_sums = False  # whether the rule works in two passes, with :meth:`prepare`
+    sums: Any = None  # then the table that :meth:`prepare` writes its rows to
 
     def __init__(self, lr: float, weight_decay: float = 0.0, groups: Sequence[Group] = ()) -> None:
         self.lr = non_negative("lr", lr)
@@ -105,16 +95,20 @@ class Optimizer:
             *(self.weight_decay if g.weight_decay is None else float(g.weight_decay) for g in self.groups),
         )
 
-    def bind(self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None) -> None:
+    def bind(
+        self, layout: Any, weights: Any, kernels: UpdateKernels, copy: Any = None, held: Ranges | None = None
+    ) -> None:
         """Attach the rule to the weights it updates, and allocate its state as zeros.
 
         **Local.** Binding again to the same weights does nothing.
 
         Args:
             layout: the map from names to ranges; its trainable zone comes first.
-            weights: flat floating array over ``layout.size``; updated in place.
+            weights: flat floating array over ``layout.size``, or a HeldArray over it; updated in place.
             kernels: the kernels of the weights' device.
             copy: flat array like ``weights`` in 16 bits, which takes the rounded new weights; or None.
+            held: ranges of the trainable zone that will be updated here, cut at spans, apart and in order; state is
+                kept for these alone. None for the whole zone.
 
         Raises:
             ValueError: bound to other weights before, or a group's pattern fits no parameter.
@@ -126,7 +120,7 @@ class Optimizer:
                 f"{type(self).__name__}: expected weights that it was bound to before, got others; "
                 "make one optimizer for each model, or call unbind() first"
             )
-        if weights.shape != (layout.size,):
+        if not isinstance(weights, HeldArray) and weights.shape != (layout.size,):
             raise ValueError(
                 f"weights: expected shape ({layout.size},), got {weights.shape}; pass the arena of this layout"
             )
@@ -141,7 +135,11 @@ class Optimizer:
                 )
         dtype = np.promote_types(weights.dtype, np.float32)  # 16-bit moments would underflow
         self._check_dtype(dtype)
-        self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        if held is None:
+            self.state = {slot: kernels.flat_zeros(layout.trainable_size, dtype) for slot in self.slots}
+        else:
+            size = sum(stop - start for start, stop in held)
+            self.state = {slot: HeldArray(held, kernels.flat_zeros(size, dtype)) for slot in self.slots}
         self.updates = np.zeros(len(names), dtype=np.int64)
         self._common = 0
         self._names = tuple(names)
@@ -165,12 +163,57 @@ class Optimizer:
         """Working memory of the update, beside the state."""
         return int(getattr(self._scratch, "nbytes", 0))
 
-    def prepare(self, gradient: Any, start: int, stop: int, scale: float) -> Any:
-        """Return partial sums that must be added over all ranges before ``apply``; None for most rules.
+    def prepare(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        scale: Any,
+        *,
+        used: Any = None,
+        clip_value: float | None = None,
+    ) -> Any:
+        """Return the sums that ``apply`` needs of one range; None for most rules, which need none.
 
-        **Local.**
+        **Local.** Where a rule needs them, this is the first of its two passes over the range: it takes the gradient
+        and changes the moments. Each rank does so for the ranges it owns, in any order; the rows of all of them,
+        put together by :meth:`rows`, go to :meth:`apply` of any range.
+
+        Args:
+            gradient, scale, used, clip_value: as for :meth:`apply`.
+            start: first element, a multiple of ``layout.SPAN``.
+            stop: end, a multiple of ``layout.SPAN``.
+
+        Returns:
+            float64 array on the device, the :meth:`rows` of the range; the next call of an update overwrites it.
         """
         return None
+
+    def prepare_range_captured(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        *,
+        scale: Any,
+        numbers: Any,
+        when: Any,
+        used: Any = None,
+        clip_value: float | None = None,
+    ) -> Any:
+        """Return what :meth:`prepare` does, fit for a captured graph; see :meth:`apply_captured`. **Local.**"""
+        return None
+
+    def rows(self, start: int, stop: int) -> slice:
+        """Return the rows of the table of sums that belong to a range; none for a rule that needs no sums. **Local.**
+
+        The table of all ranges has ``rows(0, layout.trainable_size).stop`` rows. It depends on layout and rule alone.
+
+        Args:
+            start: first element, a multiple of ``layout.SPAN``.
+            stop: end, a multiple of ``layout.SPAN``.
+        """
+        return slice(0, 0)
 
     def numbers(self, lr: float, ahead: int = 0) -> np.ndarray:
         """Return the numbers that an update takes: float64 of shape (numbers of the rule, groups).
@@ -194,37 +237,87 @@ class Optimizer:
         if self._decay_column is None and len(self._decays) > 1:
             self._decay_column = self._kernels.column(np.array(self._decays), self._groups)
 
-    def apply_captured(self, gradient: Any, *, scale: Any, numbers: Any, when: Any, used: Any = None) -> None:
-        """Update all weights by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
+    def apply_captured(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        *,
+        scale: Any,
+        numbers: Any,
+        when: Any,
+        used: Any = None,
+        clip_value: float | None = None,
+        sums: Any = None,
+    ) -> None:
+        """Update a range by numbers in device memory, read when the kernels run; gives :meth:`apply`'s bits.
 
         **Local.** Fit for a captured graph; :meth:`prepare_captured` comes before.
 
         Args:
-            gradient: flat array over the trainable zone: sums over samples.
+            gradient, start, stop: as for :meth:`apply`.
             scale: 0-d float64 array, the factor on the gradient.
             numbers: float64 array on the device, with the contents of :meth:`numbers`.
             when: 0-d int64 array; nothing changes where it is 0.
-            used: as for :meth:`apply`.
+            used, clip_value, sums: as for :meth:`apply`.
         """
-        block = self._layout.BLOCK
         numbers = numbers.reshape(-1, len(self._factors))
-        for first, last, group in self._plan.ranges(0, self._layout.trainable_size, used):
+        if sums is None and self.needs_sums:
+            self._check_whole(start, stop)
+            sums = self.prepare_range_captured(
+                gradient,
+                start,
+                stop,
+                scale=scale,
+                numbers=numbers,
+                when=when,
+                used=used,
+                clip_value=clip_value,
+            )
+        shared = Shared(scale, clip_value, when, self._settled(sums))
+        for first, last, values, decay in self._captured_pieces(start, stop, numbers, used):
+            self._update_captured(gradient[first:last], first, last, shared, values, decay)
+
+    def _captured_pieces(
+        self, start: int, stop: int, numbers: Any, used: Any
+    ) -> Iterator[tuple[int, int, list[Any], Any]]:
+        """Return the pieces of a range, each with its row of every number and its decay: 0-d, or one a block."""
+        block = self._layout.BLOCK
+        for first, last, group in self._plan.ranges(start, stop, used):
             if group is None:
                 of_block = self._groups[first // block : last // block]
-                values = [row[of_block] for row in numbers]
-                decay = self._decay_column[first // block : last // block]
+                yield (
+                    first,
+                    last,
+                    [row[of_block] for row in numbers],
+                    self._decay_column[first // block : last // block],
+                )
             else:
-                values = [row[group : group + 1].reshape(()) for row in numbers]
-                decay = self._decays[group]
-            self._update_captured(gradient[first:last], first, last, scale, values, decay, when)
+                yield (
+                    first,
+                    last,
+                    [row[group : group + 1].reshape(()) for row in numbers],
+                    self._decays[group],
+                )
 
     def _update_captured(
-        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+        self, gradient: Any, start: int, stop: int, shared: Shared, numbers: list[Any], decay: Any
     ) -> None:
         """Apply the rule to one piece; ``numbers`` has an array a row of :meth:`numbers`, 0-d or one value a block."""
         raise NotImplementedError
 
-    def apply(self, gradient: Any, start: int, stop: int, *, scale: Any, lr: float, used: Any = None) -> None:
+    def apply(
+        self,
+        gradient: Any,
+        start: int,
+        stop: int,
+        *,
+        scale: Any,
+        lr: float,
+        used: Any = None,
+        clip_value: float | None = None,
+        sums: Any = None,
+    ) -> None:
         """Update the weights of one range.
 
         **Local.** Within an update the caller covers the trainable zone once, in any cut and order,
@@ -238,6 +331,9 @@ class Optimizer:
             lr: learning rate of this update, schedule applied; groups multiply it.
             used: boolean NumPy array over the trainable parameters in layout order, or None for
                 all. An unused parameter keeps weight, state and count.
+            clip_value: elements of ``gradient * scale`` are cut to [-clip_value, clip_value]; None leaves them.
+            sums: for a rule that needs them (``needs_sums``), the table of :meth:`prepare` of all ranges. Without it
+                the range is the whole zone, and ``prepare`` is called here.
         """
         if self._plan is None:
             raise ValueError(
@@ -247,19 +343,38 @@ class Optimizer:
         assert start % block == 0 and stop % block == 0, "ranges are cut at blocks"
         same_device("apply", self._weights, gradient)
         scale = float(scale) if isinstance(scale, float | int | np.generic) else scale
-        lr = float(lr)
+        if sums is None and self.needs_sums:
+            self._check_whole(start, stop)
+            sums = self.prepare(gradient, start, stop, scale, used=used, clip_value=clip_value)
+        shared = Shared(scale, clip_value, None, self._settled(sums))
+        for first, last, rate, decay in self._pieces(start, stop, used, float(lr)):
+            self._update(gradient[first:last], first, last, shared, rate, decay)
+
+    def _pieces(self, start: int, stop: int, used: Any, lr: float) -> Iterator[tuple[int, int, Any, Any]]:
+        """Return the pieces of a range, each with its learning rate and its decay: floats, or one a block."""
+        block = self._layout.BLOCK
         for first, last, group in self._plan.ranges(start, stop, used):
             if group is None:
                 of_block = self._groups[first // block : last // block]
                 rate = self._kernels.column(lr * np.array(self._factors), of_block)
-                decay = self._kernels.column(np.array(self._decays), of_block)
+                yield first, last, rate, self._kernels.column(np.array(self._decays), of_block)
             else:
-                rate, decay = lr * self._factors[group], self._decays[group]
-            self._update(gradient[first:last], first, last, scale, rate, decay)
+                yield first, last, lr * self._factors[group], self._decays[group]
 
-    def _update(self, gradient: Any, start: int, stop: int, scale: float, lr: Any, decay: Any) -> None:
+    def _update(self, gradient: Any, start: int, stop: int, shared: Shared, lr: Any, decay: Any) -> None:
         """Apply the rule to one piece; ``lr`` and ``decay`` are floats, or float64 arrays a block."""
         raise NotImplementedError
+
+    def _settled(self, sums: Any) -> Any:
+        """Return what the pieces need of the sums of all ranges."""
+        return sums
+
+    def _check_whole(self, start: int, stop: int) -> None:
+        if (start, stop) != (0, self._layout.trainable_size):
+            raise ValueError(
+                f"sums: expected those of all ranges for {type(self).__name__} on a part of the weights, got None; "
+                "call prepare() for each range and put the rows together"
+            )
 
     def _working_copy(self, start: int, stop: int) -> Any:
         """Return a range of the weights in 16 bits, or None."""
@@ -301,8 +416,12 @@ class Optimizer:
         return f"{type(self).__name__}({text}{', groups=...' if self.groups else ''})"
 
     def state_arrays(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``. **Local.**"""
-        return {**self.state, "updates": self.updates}
+        """Return what a checkpoint holds: each slot's array (not a copy), and ``updates``.
+
+        **Local.** Where the optimizer keeps the state of some ranges, the arrays are these one behind the other.
+        """
+        slots = {name: _memory(flat) for name, flat in self.state.items()}
+        return {**slots, "updates": self.updates}
 
     def load_state_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Copy a checkpoint's arrays into the state of a bound optimizer.
@@ -345,13 +464,9 @@ class Optimizer:
         return 0
 
 
-def non_negative(name: str, value: Any) -> float:
-    """Return a hyper-parameter as a float of 0 or more. **Local.**"""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise TypeError(f"{name}: expected a number of 0 or more, got {value!r}; pass a float")
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}; correct it")
-    return float(value)
+def _memory(flat: Any) -> Any:
+    """Return the array behind a slot."""
+    return flat.array if isinstance(flat, HeldArray) else flat
 
 
 def _shared(updates: np.ndarray) -> int | None:

@@ -1,13 +1,15 @@
-"""Schedules: factors on the learning rate, as pure functions of the number of finished updates.
+"""Schedules: factors on the learning rate, as functions of the number of finished updates.
 
-A schedule holds no counter, so nothing of it needs saving, and ranks or accumulation cannot make it
-run faster: it is asked once for each update, with that update's index.
+A schedule holds no counter, so ranks or accumulation cannot make it run faster: it is asked once for each
+update, with that update's index. What one learns from results, as ``ReduceOnPlateau`` does, is state that
+checkpoints hold. Read next: ``compositions`` for schedules made of others, ``plateau``.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,6 +22,26 @@ class Schedule:
     def __call__(self, update: int) -> float:
         """Return the factor for the update with this index, counted from 0 over the whole run."""
         raise NotImplementedError
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Look at results; the trainer shows each row of its history, the same on every rank. **Local.**"""
+
+    def state(self) -> Any:
+        """Return what was learnt from results, in a form that JSON can hold; None where nothing is. **Local.**"""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Take up what :meth:`state` returned; None starts anew.
+
+        **Local.**
+
+        Raises:
+            ValueError: it is that of another schedule; nothing has changed then.
+        """
+        if state is not None:
+            raise ValueError(
+                f"schedule: expected no state for {type(self).__name__}, got {state}; start anew"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return class and arguments in a form that JSON can hold; ranks compare it."""
@@ -71,7 +93,7 @@ class StepLR(Schedule):
     """
 
     def __init__(self, step_size: int, gamma: float = 0.1) -> None:
-        self.step_size = _count("step_size", step_size, 1)
+        self.step_size = count_of("step_size", step_size, 1)
         self.gamma = float(gamma)
 
     def __call__(self, update: int) -> float:
@@ -80,8 +102,8 @@ class StepLR(Schedule):
 
 class _Warmup(Schedule):
     def __init__(self, warmup: int, total: int, final: float = 0.0) -> None:
-        self.warmup = _count("warmup", warmup, 0)
-        self.total = _count("total", total, 1)
+        self.warmup = count_of("warmup", warmup, 0)
+        self.total = count_of("total", total, 1)
         self.final = float(final)
         if self.warmup > self.total:
             raise ValueError(
@@ -142,7 +164,8 @@ class WarmupLinear(_Warmup):
         return 1.0 - progress
 
 
-def _count(name: str, value: Any, least: int) -> int:
+def count_of(name: str, value: Any, least: int) -> int:
+    """Return a number of updates as an int. **Local.**"""
     try:
         count = operator.index(value)
     except TypeError:

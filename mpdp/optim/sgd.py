@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .optimizer import Group, Optimizer, non_negative
+from .groups import Group, non_negative
+from .optimizer import Optimizer, Shared
 
 
 class SGD(Optimizer):
@@ -51,25 +52,24 @@ class SGD(Optimizer):
         self.slots = ("momentum",) if self.momentum else ()
 
     def _update_captured(
-        self, gradient: Any, start: int, stop: int, scale: Any, numbers: list[Any], decay: Any, when: Any
+        self, gradient: Any, start: int, stop: int, shared: Shared, numbers: list[Any], decay: Any
     ) -> None:
-        self._update(gradient, start, stop, scale, numbers[0], decay, when)
+        self._update(gradient, start, stop, shared, numbers[0], decay)
 
-    def _update(
-        self, gradient: Any, start: int, stop: int, scale: Any, lr: Any, decay: Any, when: Any = None
-    ) -> None:
+    def _update(self, gradient: Any, start: int, stop: int, shared: Shared, lr: Any, decay: Any) -> None:
         self._kernels.sgd(
             self._weights[start:stop],
             gradient,
             self.state["momentum"][start:stop] if self.slots else None,
-            scale=scale,
+            scale=shared.scale,
             lr=lr,
             momentum=self.momentum,
             weight_decay=decay,
             nesterov=self.nesterov,
             scratch=self._scratch,
             copy=self._working_copy(start, stop),
-            when=when,
+            when=shared.when,
+            limit=shared.limit,
         )
 
     def _hyper_parameters(self) -> dict[str, Any]:

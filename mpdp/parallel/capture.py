@@ -17,8 +17,11 @@ from .. import kernels
 from ..autodiff import SampleContext, Tape, Tensor, samples
 from ..kernels.board import Board
 from ..optim import Optimizer
+from . import averaging
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import split_captured
+from .update import sums_of, update
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
@@ -47,6 +50,7 @@ class Capture:
         accumulate: micro-batches of an update.
         recorder: turns launches into graphs.
         inside: chunks are reduced inside of the graph, not by the host behind it.
+        clip_value: see :class:`mpdp.Trainer`.
 
     Attributes:
         board: what the graphs read; None before the first capture, and after it has halted.
@@ -65,9 +69,11 @@ class Capture:
         accumulate: int,
         recorder: Any,
         inside: bool,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel, self.loss_function, self.optimizer = parallel, loss_function, optimizer
         self.accumulate, self.recorder, self.inside = accumulate, recorder, inside
+        self.clip_value = clip_value
         self.board: Board | None = None
         self.graphs: dict[Any, Captured] = {}
         self.finish: Any = None
@@ -75,6 +81,7 @@ class Capture:
         self.signals: tuple[int, ...] = ()
         self.count = 0
         self._loss: Any = None
+        self._shared: Any = None  # the layout that the board knows the owners of
         self._seeds: dict[int, dict[Any, Any]] = {}  # by exponent and dtype
         self._comm = parallel.comm
         self._kernels = kernels.for_device(parallel.world.device)
@@ -87,7 +94,10 @@ class Capture:
         self.finish = self.used = None
 
     def update(self, parts: Sequence[Any], keys: Sequence[Any], looks: bool) -> None:
-        """Record what is missing for an update; nothing runs. **Collective** in what is recorded.
+        """Record what is missing for an update; nothing runs. **Collective.**
+
+        Ranks meet their forms of inputs at different updates. Where one has a graph to record all record theirs, also
+        those that they have: a library may agree on buffers when its calls are recorded, as NCCL does.
 
         Args:
             parts: the micro-batches.
@@ -104,8 +114,11 @@ class Capture:
         self.recorder.make_room()
         try:
             if self.board is None:
+                self._shared = None
                 self.board = self._new_board()
+            self._share(self.board)
             self.optimizer.prepare_captured()
+            averaging.start(parallel._replica)
             if (
                 parallel.exponent not in self._seeds
             ):  # a constant in memory saves the launch that would write it
@@ -115,8 +128,12 @@ class Capture:
                 }
             binding.update += 1
             parallel._own = sum(part.count for part in parts)
+            known = set(self.graphs) if self._comm.size == 1 else set()
+            if not known.issuperset(keys) and not self.graphs.keys().isdisjoint(keys):
+                self.recorder.wait()  # what is replaced may be running
             for i, (part, key) in enumerate(zip(parts, keys)):
-                if key not in self.graphs:
+                if key not in known:
+                    known.add(key)
                     before = -1 if i == 0 else binding.update  # as if the micro-batches before had run
                     for parameter in parallel.parameters.values():
                         parameter._written = before
@@ -135,11 +152,24 @@ class Capture:
         parallel = self.parallel
         numbers = self.optimizer.numbers(0.0)
         board = self._kernels.board(4 * self.accumulate, numbers.size, MOST_ARRAYS, _REPORTS)
+        self._share(board)
         board.prime(parallel.arena.array, parallel.layout.SPAN)
+        if board.parts is not None:
+            self._comm.all_reduce(board.parts, lane="urgent")
         if self._comm.size > 1:
             self._comm.all_reduce(board.record, lane="urgent")
             board.record.fill(0)
         return board
+
+    def _share(self, board: Board) -> None:
+        """Tell the board which spans of the gradient this rank has, once a layout. **Local.**"""
+        layout, held = self.parallel.layout, self.parallel.reducer.placement.held
+        if held is not None and layout is not self._shared:
+            self._shared = layout
+            own = np.zeros(layout.trainable_size // layout.SPAN, np.bool_)
+            for start, stop in held:
+                own[start // layout.SPAN : stop // layout.SPAN] = True
+            board.share(own, self._comm.rank, self._comm.size)
 
     def _record(self, part: Any, first: bool, last: bool, looks: bool) -> Captured:
         """Capture one micro-batch."""
@@ -210,7 +240,7 @@ class Capture:
             plan.after[-1]()
         tape.backward(seed, plan.after)
         reducer.wait()
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self._apply()
 
     def _know_used(self, plan: Any) -> None:
@@ -226,11 +256,19 @@ class Capture:
         """Launch the decision and the optimizer."""
         parallel, board = self.parallel, self.board
         assert board is not None
-        gradient = parallel.arena.array
-        board.decide(gradient, parallel.layout.SPAN, getattr(self._comm, "halt", 0), self._loss)
-        self.optimizer.apply_captured(
-            gradient, scale=board.scale, numbers=board.numbers, when=board.apply, used=self.used
-        )
+        replica, gradient, span = parallel._replica, parallel.arena.array, parallel.layout.SPAN
+        if board.parts is not None:
+            board.look(gradient, span)
+            self._comm.all_reduce(board.parts, lane="urgent")
+        board.decide(gradient, span, getattr(self._comm, "halt", 0), self._loss)
+        given: dict[str, Any] = {
+            "scale": board.scale, "numbers": board.numbers, "when": board.apply, "used": self.used,
+            "clip_value": self.clip_value,
+        }  # fmt: skip
+        optimizer = self.optimizer
+        sums = sums_of(replica, optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
+        update(replica, partial(optimizer.apply_captured, gradient, sums=sums, **given))
+        averaging.move(replica, board.apply)
 
 
 def nothing() -> None:

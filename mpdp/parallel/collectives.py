@@ -8,6 +8,7 @@ other's numbers for their own. Nothing here knows statistics; ``autodiff.ops.bat
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from .. import kernels
 from ..comm.base import Communicator
 from ..device import CPU, device_of
 from ..errors import DisagreementError, on_all_ranks
+from ..nn import Module
 
 _MARK_BITS = 40  # sums of marks are exact in float64 up to 8192 ranks
 
@@ -103,3 +105,16 @@ def average_buffers(comm: Communicator, buffers: list[Any], weight: float) -> No
         part = flat[start : start + buffer.size].reshape(buffer.shape)
         buffer.data[...] = xp.where(total > 0, part / xp.maximum(total, 1), buffer.data)
         start += buffer.size
+
+
+def average_trained(comm: Communicator, modules: Iterable[Module], weight: float) -> None:
+    """Bring buffers together that ranks have changed differently in training. **Collective** where there are any.
+
+    Args:
+        comm: the ranks.
+        modules: those with ``averaged_buffers``; only those in training mode count.
+        weight: of this rank.
+    """
+    training = [module for module in modules if module.training]
+    if training:
+        average_buffers(comm, [getattr(m, name) for m in training for name in m.averaged_buffers], weight)

@@ -7,8 +7,8 @@ optimizer divides by the global count. So shares of any size, also empty ones, a
 
 from __future__ import annotations
 
-import copy
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,21 +17,22 @@ import numpy as np
 from .. import kernels
 from ..autodiff import Buffer, Parameter, SampleContext, Tape, samples
 from ..comm.agreement import compare, together
-from ..errors import DisagreementError, on_all_ranks
+from ..errors import on_all_ranks
 from ..nn import Module
-from ..optim import LossScale, Optimizer
+from ..optim import LossScale, Optimizer, WeightAverage
 from ..world import World, init
-from . import non_finite
+from . import averaging, non_finite
 from .arena import GradientArena
-from .collectives import AxisPeers, average_buffers
-from .forms import check_rate, leading_length, split_loss
+from .collectives import AxisPeers, average_trained
+from .forms import check_clip, check_rate, leading_length, split_loss
 from .layout import Layout
 from .memory import MemoryUse
 from .plans import Plan, Plans
-from .precision import Precision
-from .record import Kind, exchange
+from .precision import Precision, loss_scale_of
+from .record import Kind, agree_used, exchange, raise_changed, raise_unused
 from .reducer import Reducer
 from .replica import Replica
+from .update import squared_norm, sums_of, to_be_applied, update
 
 
 class DataParallel:
@@ -46,6 +47,8 @@ class DataParallel:
             parameters' dtype. Under 16 bits the weights stay float32, and forward and backward read 16-bit copies.
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
         loss_scale: how the scale of float16 gradients is found (default: ``optim.LossScale()``).
+        placement: where optimizer state lives: ``"replicated"`` (every rank updates all weights), ``"root"`` (rank 0
+            does, and broadcasts them) or ``"sharded"`` (each rank updates its share).
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
         seed: seed of dropout masks.
         nominal_count: samples one expects in a global batch; gradients are scaled by the power of two nearest
@@ -84,6 +87,7 @@ class DataParallel:
         precision: str | None = None,
         reduce_dtype: str | None = None,
         loss_scale: LossScale | None = None,
+        placement: str = "replicated",
         chunk_bytes: int | None = None,
         seed: int = 0,
         nominal_count: float = 1.0,
@@ -97,9 +101,11 @@ class DataParallel:
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
-        self._replica = Replica(model, self.world.device, self.comm, precision, reduce_dtype, chunk_bytes)
+        self._replica = Replica(
+            model, self.world.device, self.comm, precision, reduce_dtype, chunk_bytes, placement
+        )
         self.precision: Precision = self._replica.precision
-        self.loss_scale = together(self.comm, lambda: _loss_scale(self.precision, loss_scale))
+        self.loss_scale = together(self.comm, lambda: loss_scale_of(self.precision, loss_scale))
         settings = {} if self.loss_scale is None else self.loss_scale.describe() | self.loss_scale.state()
         compare(self.comm, "loss_scale", {name: repr(value) for name, value in settings.items()})
         self._memory = MemoryUse()
@@ -142,7 +148,7 @@ class DataParallel:
 
     @property
     def weights(self) -> Any:
-        """The flat weights over ``layout``."""
+        """The flat weights over ``layout``; under ``"sharded"`` and 16 bits a HeldArray, of this rank's ranges."""
         return self._replica.weights
 
     @property
@@ -178,6 +184,14 @@ class DataParallel:
         """Give the optimizer its place over the layout; the first call allocates its state. **Local.**"""
         self._replica.bind_optimizer(optimizer)
 
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the weights, of :class:`optim.WeightAverage`, from the next update on. **Local.**"""
+        averaging.keep(self._replica, WeightAverage(decay))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, without updates inside. **Collective.**"""
+        return averaging.averaged(self._replica)
+
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on.
 
@@ -193,6 +207,7 @@ class DataParallel:
         self._train_only(dict.fromkeys(names, True))
 
     def _train_only(self, flags: dict[str, bool]) -> None:
+        averaging.refuse(self._replica, "freeze or thaw")
         exchange(self.comm, Kind.FREEZE, self.step_count)
         self._replica.train_only(flags)
         self._plans.forget()
@@ -331,14 +346,7 @@ class DataParallel:
         if tape is not None:
             tape.backward(seed, plan.after)
         self._replica.reducer.wait()
-        self._average()
-
-    def _average(self) -> None:
-        """Bring buffers together that ranks have changed differently. **Collective** where there are any."""
-        training = [module for module in self._averaging if module.training]
-        if training:
-            buffers = [getattr(module, name) for module in training for name in module.averaged_buffers]
-            average_buffers(self.comm, buffers, float(self._own))
+        average_trained(self.comm, self._averaging, float(self._own))
 
     def _exchange_record(self, plan: Plan, stop: bool) -> None:
         """Agree with all ranks on what is about to be reduced. **Collective.**"""
@@ -353,43 +361,35 @@ class DataParallel:
             changed=self._replica.binding.dirty,
         )
         if agreed.changed:
-            raise on_all_ranks(
-                DisagreementError(
-                    "model: expected its parameters as they were when it was wrapped, got a changed requires_grad or "
-                    "parameters that were wrapped again since; use freeze() and thaw() on every rank, "
-                    "and one trainer for each model"
-                )
-            )
+            raise_changed()
         count, loss_sum = agreed.sums
         if not math.isfinite(loss_sum):
             non_finite.raise_loss(self.comm, self._loss_sum, loss_sum, self.step_count, self.precision.name)
-        used = plan.used if agreed.used_equal else self._agree_used(plan.used)
+        used = plan.used if agreed.used_equal else agree_used(self.comm, plan.used)
         if count > 0 and not used.any():
-            raise on_all_ranks(
-                ValueError(
-                    f"loss: expected one that depends on a trainable parameter at step {self.step_count}, got one that "
-                    "depends on none, on any rank; compute it from the model's output, not from its .data"
-                )
-            )
+            raise_unused(self.step_count)
         self._used = None if used.all() else used
         self._agreed = (count, loss_sum)
         self.stop_agreed = agreed.stop
 
-    def _agree_used(self, used: np.ndarray) -> np.ndarray:
-        """Return which parameters any rank used. **Collective.**"""
-        flags = used.astype(np.uint8)
-        self.comm.all_reduce(flags, op="max", lane="urgent")
-        return flags.astype(bool)
-
-    def step(self, optimizer: Optimizer, *, lr: float | None = None, clip_norm: float | None = None) -> float:
+    def step(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> float:
         """Update the weights from the reduced gradients.
 
-        **Local**, with the same arguments on every rank: every replica computes the same bits.
+        **Local** where every replica computes the same bits, and **Collective** with another placement than
+        ``"replicated"``; with the same arguments on every rank.
 
         Args:
             optimizer: an optimizer of ``optim``; always the same one.
             lr: the learning rate of this update (default: the optimizer's).
             clip_norm: scale the averaged gradient by ``min(1, clip_norm / (norm + 1e-6))``.
+            clip_value: then cut its elements to [-clip_value, clip_value].
 
         Under float16 an update whose reduced gradient is not finite is skipped, on every rank alike, and the loss scale
         falls; the step counts as finished (``loss_scale.skipped`` counts them).
@@ -411,27 +411,21 @@ class DataParallel:
         self.bind_optimizer(optimizer)
         lr = optimizer.lr if lr is None else lr
         check_rate(lr, self.step_count)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm: expected a number above 0, got {clip_norm}; None does not clip")
-        count, loss_sum = self._agreed
-        gradient = self.arena.array
-        kernel = self._kernels
+        check_clip(clip_norm=clip_norm, clip_value=clip_value)
+        (count, loss_sum), replica, gradient = self._agreed, self._replica, self.arena.array
+        averaging.start(replica)
         try:
             loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            if count > 0 and self._all_finite():
+            if count > 0 and to_be_applied(replica, self.loss_scale, self.step_count):
                 scale = 2.0**self.exponent / count / loss_scale
                 if clip_norm is not None:
-                    norm = math.sqrt(float(kernel.squared_norm(gradient, self.layout.SPAN))) * scale
+                    norm = math.sqrt(squared_norm(replica)) * scale
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
-                optimizer.apply(
-                    gradient,
-                    0,
-                    self.layout.trainable_size,
-                    scale=scale,
-                    lr=lr,
-                    used=self._used,
-                )
+                given: dict[str, Any] = {"scale": scale, "used": self._used, "clip_value": clip_value}
+                sums = sums_of(replica, optimizer, partial(optimizer.prepare, gradient, **given))
+                update(replica, partial(optimizer.apply, gradient, lr=lr, sums=sums, **given))
                 optimizer.finish_update(self._used)
+                averaging.move(replica)
         finally:
             self._replica.binding.update += 1
             stop = self.stop_agreed
@@ -442,18 +436,29 @@ class DataParallel:
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
 
-    def _all_finite(self) -> bool:
-        """Return whether to apply the reduced gradient, and go on to the next loss scale; it has equal bits on all
-        ranks, so all of them decide alike.
-        """  # fmt: skip
-        finite = bool(self._kernels.all_finite(self.arena.array))
-        scale = self.loss_scale
-        if not finite and (scale is None or scale.at_bottom):
-            smallest = None if scale is None else scale.smallest
-            non_finite.raise_gradient(self._kernels, self.layout, self.arena.array, self.step_count, smallest)
-        if scale is not None:
-            scale.update(finite)
-        return finite
+    # -- the state
+
+    def state_dict(self) -> dict[str, np.ndarray] | None:
+        """Return name -> NumPy copy of every weight (in the optimizer's dtype) and buffer on rank 0, None elsewhere.
+
+        **Collective.** As ``model.state_dict()``, which is enough unless ranks hold slices of the weights: under
+        ``placement="sharded"`` and 16 bits.
+        """
+        exchange(self.comm, Kind.STATE, self.step_count)
+        flat = self._replica.collect_weights()
+        if flat is None:
+            return None
+        weights = {name: np.array(self.layout.view(flat, name)) for name in self.parameters}
+        return weights | {name: np.array(buffer.numpy()) for name, buffer in self.buffers.items()}
+
+    def collect(self) -> tuple[np.ndarray | None, dict[str, np.ndarray | None]]:
+        """Return flat weights and slots of the optimizer in host memory, None on other ranks than 0. **Collective.**"""
+        return self._replica.collect_weights(), self._replica.collect_state()
+
+    def load(self, weights: np.ndarray | None, state: dict[str, np.ndarray | None]) -> None:
+        """Take over what :meth:`collect` returned, and rank 0's buffers. **Collective.**"""
+        exchange(self.comm, Kind.BROADCAST, self.step_count)
+        self._replica.load(weights, state)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank takes at the most, by what they are for. **Local.**
@@ -470,7 +475,7 @@ class DataParallel:
     def check_replicas(self) -> None:
         """Check that weights, moments, buffers and the loss scale hold the same bits on every rank.
 
-        **Collective.**
+        **Collective.** What one rank holds alone (moments, with another placement than ``"replicated"``) is left out.
 
         Raises:
             DivergenceError: on all ranks, naming the rank and the parameter.
@@ -478,16 +483,3 @@ class DataParallel:
         exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
         state = {} if self.loss_scale is None else self.loss_scale.state()
         self._replica.check(self.step_count, {f"loss scale ({k})": np.float64(v) for k, v in state.items()})
-
-
-def _loss_scale(precision: Precision, given: LossScale | None) -> LossScale | None:
-    """Return the loss scale of a precision: the one that was given, a default one, or None."""
-    if given is not None and not isinstance(given, LossScale):
-        raise TypeError(f"loss_scale: expected an optim.LossScale, got {type(given).__name__}; leave it out")
-    if given is not None and not precision.scaled:
-        raise ValueError(
-            f'loss_scale: expected None with precision="{precision.name}", got one; only "float16" needs it'
-        )
-    if given is None:
-        return LossScale() if precision.scaled else None
-    return copy.copy(given)  # it changes while this model trains

@@ -66,6 +66,13 @@ def check_rate(lr: float, step: int) -> None:
         )
 
 
+def check_clip(**limits: float | None) -> None:
+    """Refuse a limit of the gradient that isn't above 0. **Local.**"""
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name}: expected a number above 0, got {limit}; None does not clip")
+
+
 def leading_length(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of samples in a model's inputs: their common leading length. **Local.**"""
     for value in (*inputs, *kwargs.values()):

@@ -24,6 +24,7 @@ from ..nn.module import Changes
 from ..optim import Optimizer
 from . import non_finite
 from .capture import MOST_ARRAYS, Capture, form_of, nothing
+from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import check_rate
 from .late_loss import LateLoss
@@ -52,7 +53,7 @@ class GraphStep:
         parallel: the wrapped model.
         loss_function: ``loss(output, target)``.
         optimizer: bound to the model.
-        clip_norm: see :class:`mpdp.Trainer`.
+        clip_norm, clip_value: see :class:`mpdp.Trainer`.
         accumulate: micro-batches of an update.
         recorder: turns launches into graphs.
         required: an obstacle is an error, not a reason to run eagerly.
@@ -70,6 +71,7 @@ class GraphStep:
         accumulate: int,
         recorder: Any,
         required: bool,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel, self.optimizer, self.clip_norm = parallel, optimizer, clip_norm
         self._required = required
@@ -82,7 +84,9 @@ class GraphStep:
             module.report_to(self._changes)
         self._kernels.plan_book.on_change.append(self._changes.anything)
         self._inside = self._comm.size == 1 or self._comm.capturable
-        self.capture = Capture(parallel, loss_function, optimizer, accumulate, recorder, self._inside)
+        self.capture = Capture(
+            parallel, loss_function, optimizer, accumulate, recorder, self._inside, clip_value
+        )
         self._off = False  # all ranks have agreed to run eagerly from now on
         self._said: set[str] = set()
         self._keys: Any = None  # of the update that was agreed to, with the arrays it reads
@@ -123,6 +127,10 @@ class GraphStep:
             if not module.static:
                 kind = type(module).__name__
                 return f"{name or 'the model'} ({kind}) does not declare that it is static; set static = True on it"
+        if self.parallel.reducer.placement.held is not None and not self._inside:
+            return (
+                f"optimizer state is divided between ranks, and {self._comm.transport} needs the host for it"
+            )
         if self.parallel.may_communicate and not self._inside:
             return (
                 f"the model exchanges statistics inside a step, and {self._comm.transport} needs the host for it; "
@@ -151,28 +159,29 @@ class GraphStep:
             return False
         keys = self._look(parts, looks)
         ready = may and keys is not None
+        missing = any(key not in self.capture.graphs for key in keys or ())
         if self._comm.size > 1:
-            ready = self._agree(ready, stop)
+            ready, missing = self._agree(ready, missing, stop)
         if not ready:
             self.settle()
             return False
         self._stop_agreed = stop if self._comm.size == 1 else self._stop_agreed
-        if keys == self._latest[0]:
+        if keys == self._latest[0] and not missing:
             return True
         self._keys = keys
-        if any(key not in self.capture.graphs for key in keys or ()) and not self._capture_all(parts, looks):
+        if missing and not self._capture_all(parts, looks):
             return False
         self._latest = keys, [self.capture.graphs[key] for key in keys or ()]
         return True
 
-    def _agree(self, ready: bool, stop: bool) -> bool:
-        """Return whether all ranks are ready. **Collective.**"""
+    def _agree(self, ready: bool, missing: bool, stop: bool) -> tuple[bool, bool]:
+        """Return whether all ranks are ready, and whether one of them has a graph to capture. **Collective.**"""
         parallel = self.parallel
         agreed = exchange(
             self._comm,
             Kind.STEP_BEGIN,
             parallel.step_count,
-            sums=(ready, self._broken is not None),
+            sums=(ready, self._broken is not None, missing),
             layout=parallel.layout.digest,
             stop=stop,
             changed=parallel._replica.binding.dirty,
@@ -180,8 +189,8 @@ class GraphStep:
         self._stop_agreed = agreed.stop
         if agreed.sums[1]:  # a reason that stays
             self._give_up(self._broken or "another rank cannot capture its step")
-            return False
-        return agreed.sums[0] == self._comm.size and not agreed.changed
+            return False, False
+        return agreed.sums[0] == self._comm.size and not agreed.changed, agreed.sums[2] > 0
 
     def _give_up(self, why: str) -> None:
         """Run eagerly from now on. **Local**, on all ranks at the same step."""
@@ -349,7 +358,7 @@ class GraphStep:
         self._comm.all_reduce(board.record, lane="urgent")
         reducer.wait()
         reducer.step -= 1
-        parallel._average()
+        average_trained(self._comm, parallel._averaging, float(parallel._own))
         self.capture.finish.launch()
 
     # -- what became of it
@@ -469,4 +478,4 @@ class GraphStep:
             raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")
         scale = parallel.loss_scale
         smallest = None if scale is None else scale.smallest
-        non_finite.raise_gradient_at(parallel.layout, report.bad, report.step, smallest)
+        non_finite.raise_gradient(parallel.layout, report.bad, report.step, smallest)

@@ -43,20 +43,22 @@ class MemoryUse:
 
     def report(self, replica: Replica) -> dict[str, int]:
         """Return bytes by purpose; see ``DataParallel.memory``."""
-        copies, optimizer = replica.copies, replica.optimizer
+        copies, optimizer, average = replica.copies, replica.optimizer, replica.average
         parts = {
-            "parameters": replica.weights.nbytes
+            "parameters": replica.weights_nbytes
             + (0 if copies is None else copies.nbytes)
             + sum(buffer.data.nbytes for buffer in replica.buffers.values()),
             "gradients": replica.arena.array.nbytes,
-            "optimizer": 0 if optimizer is None else sum(flat.nbytes for flat in optimizer.state.values()),
+            "optimizer": (0 if optimizer is None else sum(flat.nbytes for flat in optimizer.state.values()))
+            + (0 if average is None else average.array.nbytes),
             "activations": self.activations,
         }
         if replica.device.kind == "cuda":
             peak = self.note_peak(replica)
             return parts | {"workspace": max(0, peak - sum(parts.values())), "peak": peak}
         return parts | {
-            "workspace": 0 if optimizer is None else optimizer.scratch_bytes,
+            "workspace": (0 if optimizer is None else optimizer.scratch_bytes)
+            + (0 if average is None else average.scratch_bytes),
             "peak": _resident_bytes(),
         }
 

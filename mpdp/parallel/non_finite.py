@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -27,15 +27,7 @@ def raise_loss(comm: Communicator, mine: float, total: float, step: int, precisi
     )
 
 
-def raise_gradient(kernels: Any, layout: Layout, gradient: Any, step: int, scale: float | None) -> NoReturn:
-    """Raise for a reduced gradient that is not finite: it is the same on every rank, so all of them come here."""
-    first = next(
-        (e.start for e in layout.trainable if not kernels.all_finite(gradient[e.start : e.stop])), -1
-    )
-    raise_gradient_at(layout, first, step, scale)
-
-
-def raise_gradient_at(layout: Layout, element: int, step: int, scale: float | None) -> NoReturn:
+def raise_gradient(layout: Layout, element: int, step: int, scale: float | None) -> NoReturn:
     """Raise for a reduced gradient whose first element that is not finite is known, on all ranks."""
     name = next((e.name for e in layout.trainable if e.start <= element < e.stop), "(padding)")
     beside = "" if scale is None else f", and the loss scale cannot fall below {scale:g}"

@@ -7,6 +7,7 @@ working copies of them, and the model's floating inputs are rounded on entry; op
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from .. import kernels
 from ..autodiff import Tensor, ops
 from ..autodiff.recording import working_copies
 from ..kernels.precision import tf32
+from ..optim import LossScale
 
 NAMES = ("float32", "float64", "tf32", "bfloat16", "float16")
 _HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -132,3 +134,16 @@ def reduced_dtype(wanted: Any, parameters: np.dtype) -> np.dtype:
         raise ValueError(
             f"reduce_dtype: expected float16, bfloat16, float32 or float64, got {wanted!r}; gradients are floats"
         ) from None
+
+
+def loss_scale_of(precision: Precision, given: LossScale | None) -> LossScale | None:
+    """Return the loss scale of a precision: a copy of the given one, a default one, or None. **Local.**"""
+    if given is not None and not isinstance(given, LossScale):
+        raise TypeError(f"loss_scale: expected an optim.LossScale, got {type(given).__name__}; leave it out")
+    if given is not None and not precision.scaled:
+        raise ValueError(
+            f'loss_scale: expected None with precision="{precision.name}", got one; only "float16" needs it'
+        )
+    if given is None:
+        return LossScale() if precision.scaled else None
+    return copy.copy(given)  # it changes while this model trains

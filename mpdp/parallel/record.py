@@ -13,6 +13,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NoReturn
+
+import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import DisagreementError, on_all_ranks
@@ -41,6 +44,8 @@ class Kind(IntEnum):
     PREDICT = 14
     CALLBACKS = 15
     IN_CALLBACK = 16
+    UPDATE = 17
+    STATE = 18
 
 
 _CALLS = {
@@ -50,6 +55,8 @@ _CALLS = {
     Kind.PREDICT: "predict()",
     Kind.CALLBACKS: "the end of its callbacks",
     Kind.IN_CALLBACK: "a collective inside a callback",
+    Kind.UPDATE: "the update of a step",
+    Kind.STATE: "state_dict()",
     Kind.SAVE: "save()",
     Kind.RESUME: "resume()",
     Kind.FIT: "fit()",
@@ -61,7 +68,7 @@ _CALLS = {
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",
 }
-_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.CALLBACKS)
+_USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.UPDATE, Kind.CALLBACKS)
 
 
 @dataclass(slots=True)
@@ -126,6 +133,34 @@ def exchange(
         _raise_difference(comm, kind, step, layout)
     used_equal = agreed[len(_EQUAL)] and not unused
     return Agreed(tuple(totals[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
+
+
+def agree_used(comm: Communicator, used: np.ndarray) -> np.ndarray:
+    """Return which parameters any rank used. **Collective.**"""
+    flags = used.astype(np.uint8)
+    comm.all_reduce(flags, op="max", lane="urgent")
+    return flags.astype(bool)
+
+
+def raise_changed() -> NoReturn:
+    """Raise, on all ranks, for parameters that are not trained as the layout says."""
+    raise on_all_ranks(
+        DisagreementError(
+            "model: expected its parameters as they were when it was wrapped, got a changed requires_grad or "
+            "parameters that were wrapped again since; use freeze() and thaw() on every rank, "
+            "and one trainer for each model"
+        )
+    )
+
+
+def raise_unused(step: int) -> NoReturn:
+    """Raise, on all ranks, for losses that use no parameter on any of them."""
+    raise on_all_ranks(
+        ValueError(
+            f"loss: expected one that depends on a trainable parameter at step {step}, got one that depends on none, "
+            "on any rank; compute it from the model's output, not from its .data"
+        )
+    )
 
 
 def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:

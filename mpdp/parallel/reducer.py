@@ -19,6 +19,8 @@ from ..comm.base import Communicator, Request
 from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
+from .layout import Layout
+from .placement import Placement
 from .record import Agreed, Kind, exchange
 
 FlushPlan = Mapping[int, Callable[[], None]]
@@ -33,6 +35,8 @@ class Reducer:
         arena: the gradients.
         comm: the ranks (default: the arena's).
         chunk_bytes: size of a middle chunk in bytes (default: the transport's).
+        placement: which ranks the sums are for; with another one than ``"replicated"`` each rank has those of its own
+            ranges alone after :meth:`wait`, and :meth:`finish` is an error.
 
     Attributes:
         chunks: the (start, stop) element ranges that are reduced at once, in order; ``views``: the same as arrays.
@@ -54,17 +58,25 @@ class Reducer:
     """
 
     def __init__(
-        self, arena: GradientArena, comm: Communicator | None = None, chunk_bytes: int | None = None
+        self,
+        arena: GradientArena,
+        comm: Communicator | None = None,
+        chunk_bytes: int | None = None,
+        *,
+        placement: str = "replicated",
     ) -> None:
         self.arena = arena
         self.comm = comm if comm is not None else arena.comm
         layout = arena.layout
         exchange(self.comm, Kind.CONSTRUCT, 0)
-        middle = chunk_bytes if chunk_bytes is not None else self.comm.chunk_bytes
+        middle = (
+            chunk_bytes if chunk_bytes is not None else _middle(self.comm, arena.layout, arena.dtype.itemsize)
+        )
         self.chunks = together(
             self.comm,
             lambda: chunk_table(layout.trainable_size, arena.dtype.itemsize, middle, self.comm.chunk_edge),
         )
+        self.placement = Placement(placement, self.chunks, self.comm)
         self._starts = [start for start, _ in self.chunks]
         self.views: list[Any] = [arena.array[start:stop] for start, stop in self.chunks]
         self._span = {e.name: self._chunks_of(e.start, e.stop) for e in layout.trainable}
@@ -78,6 +90,7 @@ class Reducer:
             {
                 **{e.name: f"{arena.dtype.name}{list(e.shape)}" for e in layout.entries},
                 "chunk table": self.chunks,
+                "placement": placement,
             },
         )
         self.step = 0
@@ -186,7 +199,7 @@ class Reducer:
         self.open()
         start = time.perf_counter()
         while self._next < upto:
-            self._requests.append(self.comm.start_all_reduce(self.views[self._next]))
+            self._requests.append(self.placement.start_reducing(self.views[self._next], self._next))
             self._next += 1
         self.waited_seconds += time.perf_counter() - start
 
@@ -231,6 +244,11 @@ class Reducer:
             DisagreementError: on all ranks, when a rank skipped a step or is in another call.
             ValueError: on all ranks: a negative count on one, or a global count of zero.
         """
+        if not self.placement.whole:
+            raise ValueError(
+                f'finish: expected placement="replicated", got {self.placement.name!r}, where no rank has all sums; '
+                "call wait() and use the ranges of placement.held"
+            )
         bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
         sums = (0.0 if bad else count or 0.0, count is None, bad, 1)
@@ -258,6 +276,13 @@ class Reducer:
             )
         self.arena.array *= self.arena.dtype.type(1.0 / total)
         return total
+
+
+def _middle(comm: Communicator, layout: Layout, itemsize: int) -> int:
+    """Return the size of a middle chunk in bytes that the transport asks for."""
+    if comm.most_chunks is None:
+        return comm.chunk_bytes
+    return max(comm.chunk_bytes, -(-layout.trainable_size * itemsize // comm.most_chunks))
 
 
 def _bad_count(count: float | None) -> ValueError:

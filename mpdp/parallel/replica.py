@@ -18,9 +18,12 @@ from ..comm.base import Communicator
 from ..device import Device
 from ..errors import DisagreementError
 from ..nn import Module
-from ..optim import Optimizer
+from ..optim import Optimizer, WeightAverage
+from . import averaging
 from .arena import Arena, GradientArena
 from .layout import Layout
+from .masters import Masters
+from .placement import check as check_placement
 from .precision import Precision, reduced_dtype
 from .reducer import Reducer
 from .replica_check import check_replicas
@@ -47,16 +50,22 @@ class Replica:
         precision: see :class:`~mpdp.parallel.precision.Precision`.
         reduce_dtype: dtype of the gradient buffer (default: the parameters', float32 for float16).
         chunk_bytes: see :class:`Reducer`.
+        placement: see :class:`~mpdp.parallel.placement.Placement`.
 
     Attributes:
         parameters: name to parameter in registration order; a tied one stands once.
         buffers: name to buffer.
         layout: the index space of this generation.
-        arena: the gradients over it. ``weights``: the flat weights. ``copies``: the flat working copies, or None.
+        arena: the gradients over it. ``weights``: the flat weights, or what this rank has of them (``masters``).
+            ``copies``: the flat working copies, or None. ``masters``: the slices of the weights, None where they are
+            whole.
+        kernels: of the device.
+        placement: who updates what. ``given``: the chunks of weights that owners give the other ranks.
         reducer: reduces the arena.
         binding: counts updates, and notes flags that were changed.
         index: name to position among the trainable parameters of the layout.
         optimizer: the one whose state belongs to the replica, or None.
+        average: the moving average of its weights, or None.
     """
 
     def __init__(
@@ -67,10 +76,14 @@ class Replica:
         precision: str | None = None,
         reduce_dtype: str | None = None,
         chunk_bytes: int | None = None,
+        placement: str = "replicated",
     ) -> None:
         self.device = device
+        self.kernels: Any = kernels.for_device(device)
+        self._placement = placement
         self.comm = comm
         self.optimizer: Optimizer | None = None
+        self.average: WeightAverage | None = None
         self._chunk_bytes = chunk_bytes
         together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
@@ -83,6 +96,7 @@ class Replica:
             raise TypeError(
                 f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module"
             )
+        check_placement(self._placement)
         self.parameters: dict[str, Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, Buffer] = dict(model.named_buffers())
         self.precision = Precision(precision, _one_dtype(self.parameters))
@@ -102,6 +116,7 @@ class Replica:
             "precision": self.precision.name,
             "reduce_dtype": self.reduce_dtype.name,
             "chunk_bytes": str(self._chunk_bytes),
+            "placement": self._placement,
         }
 
     def _build(self, generation: int) -> None:
@@ -109,12 +124,19 @@ class Replica:
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         frozen = [name for name, p in self.parameters.items() if not p.requires_grad]
         self.layout = Layout(shapes, frozen, generation)
-        self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
         self._copies: Arena | None = None
         if self.precision.copies is not None:
             self._copies = Arena(self.layout, self.precision.copies, self.device, self.comm)
         self.arena = GradientArena.over(self.layout, self.reduce_dtype, self.device, self.comm)
-        self.reducer = Reducer(self.arena, self.comm, self._chunk_bytes)
+        self.reducer = Reducer(self.arena, self.comm, self._chunk_bytes, placement=self._placement)
+        self.placement = self.reducer.placement
+        in_slices = self._copies is not None and self._placement == "sharded" and not self.placement.whole
+        self._weights: Arena | None = None
+        if in_slices:
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
+        else:
+            self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
+            whole = self._weights.array
         self.binding = Binding()
         self.index = {entry.name: i for i, entry in enumerate(self.layout.trainable)}
         self._name_of: dict[Any, str] = {}
@@ -124,15 +146,52 @@ class Replica:
         for name, parameter in self.parameters.items():
             gradient = self.arena[name] if parameter.requires_grad else None
             copy = None if self._copies is None else self._copies[name]
-            parameter.bind(self._weights[name], gradient, self.binding, copy)
+            parameter.bind(self.layout.view(whole, name), gradient, self.binding, copy)
             if parameter.requires_grad:
                 self._name_of[parameter] = name
-        self.refresh()
+        self.masters: Masters | None = None
+        if in_slices:
+            self.masters = Masters(self.layout, self.placement, self.comm, self.device, self.dtype)
+            self._fill(self.masters, whole)
+            self._show(self.masters)
+        else:
+            self.refresh()
+        given = self.weights if self.masters is None else self.copies
+        self.given = [given[start:stop] for start, stop in self.reducer.chunks]
+
+    def _fill(self, masters: Masters, whole: Any) -> None:
+        """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
+        assert self._copies is not None
+        self.comm.broadcast(whole)
+        self.kernels.store(whole, self._copies.array)
+        masters.fill(whole)
+
+    def _show(self, masters: Masters) -> None:
+        """Let the parameters be what all ranks have of the weights. **Local.**"""
+        assert self._copies is not None
+        end = self.layout.trainable_size
+        for name, parameter in self.parameters.items():
+            entry = self.layout[name]
+            if entry.trainable:
+                parameter.show(masters.wide(name))
+            else:
+                zone = masters.held[end : self.layout.size]
+                view = zone[entry.start - end : entry.stop - end].reshape(entry.shape)
+                parameter.bind(view, None, self.binding, self._copies[name])
+        self.binding.dirty = False  # the second binding has set it
 
     @property
     def weights(self) -> Any:
-        """The flat weights over ``layout``."""
+        """The flat weights over ``layout``, or what this rank has of them."""
+        if self.masters is not None:
+            return self.masters.held
+        assert self._weights is not None
         return self._weights.array
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of weights that this rank has, working copies left out."""
+        return int(self.weights.nbytes) if self.masters is None else self.masters.nbytes
 
     @property
     def copies(self) -> Any:
@@ -142,7 +201,11 @@ class Replica:
     def refresh(self) -> None:
         """Round the weights to the working copies again, after something else than the optimizer wrote them."""
         if self._copies is not None:
-            kernels.for_device(self.device).store(self.weights, self._copies.array)
+            end, size = self.layout.trainable_size, self.layout.size
+            if self.masters is None:
+                self.kernels.store(self.weights, self._copies.array)
+            elif size > end:  # of the others nobody but the optimizer can have written the master
+                self.kernels.store(self.weights[end:size], self._copies.array[end:size])
         self.binding.stale = False
 
     def names_of(self, positions: Mapping[Any, int]) -> dict[str, int]:
@@ -164,7 +227,12 @@ class Replica:
 
     def broadcast(self, *, root: int = 0) -> None:
         """Give every rank the parameters and buffers of ``root``. **Collective.**"""
-        self.comm.broadcast(self.weights, root=root)
+        if self.masters is None:
+            self.comm.broadcast(self.weights, root=root)
+            if self.average is not None and self.average.started:
+                self.comm.broadcast(self.average.array, root=root)
+        elif self.layout.size > self.layout.trainable_size:  # the others are equal already
+            self.comm.broadcast(self.weights[self.layout.trainable_size : self.layout.size], root=root)
         self.refresh()
         for buffer in self.buffers.values():
             flat = kernels.of(buffer.data).xp.ascontiguousarray(buffer.data).reshape(-1)
@@ -182,12 +250,59 @@ class Replica:
         """
         together(self.comm, lambda: self._check_names(flags))
         compare(self.comm, "freeze or thaw", dict(sorted(flags.items())))
-        old_layout = self.layout
+        old_layout, state, average = self.layout, self.collect_state(), averaging.collect(self)
+        if self.masters is not None:
+            self._release(self.collect_weights())
         for name, flag in flags.items():
             self.parameters[name].requires_grad = flag
         self._build(old_layout.generation + 1)
+        if self.average is not None:
+            averaging.lay_out(self, old_layout, average)
         if self.optimizer is not None:
-            self._move_optimizer(self.optimizer, old_layout)
+            self._move_optimizer(self.optimizer, old_layout, state)
+
+    def _release(self, whole: np.ndarray | None) -> None:
+        """Give the parameters values of their own, right on rank 0 alone. **Local.**"""
+        if whole is None:
+            whole = np.zeros(self.layout.size, self.dtype)
+        flat = self.kernels.from_host(whole)
+        for name, parameter in self.parameters.items():
+            parameter.release(self.layout.view(flat, name))
+
+    def collect_weights(self) -> np.ndarray | None:
+        """Return the weights over ``layout`` in host memory on rank 0 (on a CPU most often the array itself).
+
+        **Collective.** None on other ranks.
+        """
+        if self.masters is not None:
+            return self.masters.collect()
+        return self.kernels.to_numpy(self.weights) if self.comm.rank == 0 else None
+
+    def collect_state(self) -> dict[str, np.ndarray | None]:
+        """Return the optimizer's slots over the trainable zone in host memory on rank 0, None each elsewhere.
+
+        **Collective.**
+        """
+        if self.optimizer is None:
+            return {}
+        return {slot: self.placement.collect(flat) for slot, flat in self.optimizer.state.items()}
+
+    def load(self, weights: np.ndarray | None, state: Mapping[str, np.ndarray | None]) -> None:
+        """Take over what :meth:`collect_weights` and :meth:`collect_state` gave, and rank 0's buffers.
+
+        **Collective.** Each argument is None on other ranks than 0.
+        """
+        if self.masters is not None:
+            whole = self.kernels.flat_zeros(self.layout.size, self.dtype)
+            if weights is not None:
+                whole[...] = self.kernels.from_host(weights)
+            self._fill(self.masters, whole)
+        elif weights is not None:
+            self.weights[...] = self.kernels.from_host(weights)
+        self.broadcast()
+        for slot, full in state.items():
+            assert self.optimizer is not None
+            self.placement.hand_out(full, self.optimizer.state[slot])
 
     def _check_names(self, flags: Mapping[str, bool]) -> None:
         for name in flags:
@@ -209,39 +324,66 @@ class Replica:
             raise ValueError(
                 "optimizer: expected the one of the first step, got another; its state belongs to it"
             )
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
+        self._bind(optimizer)
         self.optimizer = optimizer
 
-    def _move_optimizer(self, optimizer: Optimizer, old_layout: Layout) -> None:
-        """Bind the optimizer to the new layout, with the state of the parameters that are trained in both."""
-        old = optimizer.state_arrays()
-        counts = {entry.name: int(count) for entry, count in zip(old_layout.trainable, old["updates"])}
+    def _bind(self, optimizer: Optimizer) -> None:
+        optimizer.bind(self.layout, self.weights, self.kernels, self.copies, self.placement.held)
+
+    def _move_optimizer(
+        self, optimizer: Optimizer, old_layout: Layout, state: Mapping[str, np.ndarray | None]
+    ) -> None:
+        """Bind the optimizer to the new layout, with the state of the parameters that are trained in both.
+
+        **Collective.**
+
+        Args:
+            optimizer: bound to the old layout.
+            old_layout: that one.
+            state: as :meth:`collect_state` gave it before.
+        """
+        counts = {entry.name: int(count) for entry, count in zip(old_layout.trainable, optimizer.updates)}
         optimizer.unbind()
-        optimizer.bind(self.layout, self.weights, kernels.for_device(self.device), self.copies)
-        new = optimizer.state_arrays()
+        self._bind(optimizer)
         kept = [entry.name for entry in self.layout.trainable if entry.name in counts]
-        for slot in optimizer.slots:
-            for name in kept:
-                self.layout.view(new[slot], name)[...] = old_layout.view(old[slot], name)
+        for slot, old in state.items():
+            new = None
+            if old is not None:
+                new = np.zeros(self.layout.trainable_size, old.dtype)
+                for name in kept:
+                    self.layout.view(new, name)[...] = old_layout.view(old, name)
+            self.placement.hand_out(new, optimizer.state[slot])
         updates = np.array([counts.get(e.name, 0) for e in self.layout.trainable], dtype=np.int64)
-        optimizer.load_state_arrays({**new, "updates": updates})
+        optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
 
     def check(self, step: int, beside: Mapping[str, Any]) -> None:
         """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**
+
+        What one rank holds alone is not compared.
 
         Args:
             step: finished updates.
             beside: name to array of what else must be equal.
         """
-        flats: dict[str, Any] = {"weight": self.weights}
+        flats: dict[str, Any] = {} if self.masters is not None else {"weight": self.weights}
         if self._copies is not None:
             if self.binding.stale:
                 self.refresh()  # a local fact must not change what is compared
             flats["working copy"] = self._copies.array
         arrays: dict[str, Any] = {f"buffer {name}": b.data for name, b in self.buffers.items()}
         arrays |= beside
+        if self.average is not None and self.average.started and self.masters is None:
+            flats["average"] = self.average.array
+        if self.masters is not None:
+            for name in self.parameters:
+                wide = (
+                    self.masters.wide(name) if self.layout[name].trainable else self.parameters[name].numpy()
+                )
+                if wide is not None:
+                    arrays[f"weight of {name}"] = wide
         if self.optimizer is not None:
-            flats |= self.optimizer.state
+            if self.placement.held is None:  # else each number is on one rank alone
+                flats |= self.optimizer.state
             arrays["update counts"] = self.optimizer.updates
         check_replicas(self.comm, self.layout, flats, arrays, step)
 

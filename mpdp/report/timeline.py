@@ -1,7 +1,7 @@
 """The timeline of a rank's last steps: how long each part took, how much communication was hidden, a Chrome trace.
 
 It works on a :class:`mpdp.DataParallel`, with or without a trainer. While it is entered, its own functions stand in
-the place of the replica's ``forward``, ``backward`` and ``step`` and of two calls of the communicator, and the
+the place of the replica's ``forward``, ``backward`` and ``step`` and of some calls of the communicator, and the
 transport notes when bytes travel (``comm.spans``); before and after that a step runs the code it always runs.
 """
 
@@ -91,7 +91,8 @@ class Timeline:
         self._shadow(parallel, "forward", self._forward)
         self._shadow(parallel, "backward", self._backward)
         self._shadow(parallel, "step", self._step)
-        self._shadow(comm, "start_all_reduce", self._start_all_reduce)
+        for name in ("start_all_reduce", "start_reduce_scatter", "start_all_gather"):
+            self._shadow(comm, name, self._start)
         self._shadow(comm, "reduce_numbers", self._reduce_numbers)
         return self
 
@@ -117,6 +118,7 @@ class Timeline:
             return
         spans = self._spans
         spans.labels = {id(view): f"chunk {i}" for i, view in enumerate(self.parallel.reducer.views)}
+        spans.labels |= {id(view): f"weights {i}" for i, view in enumerate(self.parallel._replica.given)}
         spans.begin_step()
         self._forward_end = None
         self._step_start, self._step_mark = spans.clock(), spans.mark()
@@ -155,12 +157,17 @@ class Timeline:
         self._step_start = None
         return result
 
-    def _start_all_reduce(
-        self, call: Callable[..., Request], array: Any, *, op: str = "sum", lane: str = "bulk"
+    def _start(
+        self,
+        call: Callable[..., Request],
+        array: Any,
+        *arguments: Any,
+        lane: str = "bulk",
+        **options: Any,
     ) -> Request:
         spans = self._spans
         start = spans.clock()
-        request = call(array, op=op, lane=lane)
+        request = call(array, *arguments, lane=lane, **options)
         spans.add(lane, f"start {spans.label(array)}", start, kind=COMMUNICATION, nbytes=array.nbytes)
         return _Waited(request, spans, lane, array)
 

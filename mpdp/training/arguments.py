@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,9 +14,13 @@ from ..data import ArrayDataset, split_batch
 from ..data.worker_process import MARK
 from ..errors import WorkerError
 from ..nn import Module, losses
-from ..optim import Optimizer
+from ..optim import Optimizer, WeightAverage
+from ..parallel import placement as placements
 from ..parallel.precision import NAMES
 from ..world import World
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 
 def check(
@@ -36,6 +40,8 @@ def check(
     keep: Any,
     run_dir: Any,
     callbacks: Any,
+    clip_value: Any,
+    ema: Any,
 ) -> None:
     """Refuse arguments of the constructor that cannot work. **Local.**"""
     if os.environ.get(MARK):
@@ -62,8 +68,7 @@ def check(
         raise ValueError(
             f"precision: expected one of {', '.join(NAMES)}, got {precision!r}; float32 is the default"
         )
-    if placement != "replicated":
-        raise ValueError(f'placement: expected "replicated", got {placement!r}; others are not there yet')
+    placements.check(placement)
     if not (graph == "auto" or isinstance(graph, bool)):
         raise ValueError(f'graph: expected "auto", True or False, got {graph!r}; leave it out')
     if plans not in ("suggested", "timed"):
@@ -81,10 +86,11 @@ def check(
         )
     if not _whole(seed):
         raise ValueError(f"seed: expected an integer, got {seed!r}; pass a fixed number")
-    if clip_norm is not None and not (isinstance(plain(clip_norm), (int, float)) and clip_norm > 0):
-        raise ValueError(
-            f"clip_norm: expected a number above 0, or None, got {clip_norm!r}; None does not clip"
-        )
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if limit is not None and not (isinstance(plain(limit), (int, float)) and limit > 0):
+            raise ValueError(f"{name}: expected a number above 0, or None, got {limit!r}; None does not clip")
+    if ema is not None:
+        WeightAverage(ema)
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
     if run_dir is not None and not isinstance(run_dir, (str, os.PathLike)):
@@ -192,6 +198,26 @@ def describe(value: Any) -> Any:
         return describe(value.describe())
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{getattr(value, '__module__', '')}.{name}"
+
+
+def settings(trainer: Trainer) -> dict[str, Any]:
+    """Return what must be equal on all ranks beside the model; they compare it, and files hold it. **Local.**"""
+    return {
+        "optimizer": describe(trainer.optimizer),
+        "schedule": describe(trainer.schedule),
+        "loss": describe(trainer.loss_function),
+        "precision": trainer.precision,
+        "loss_scale": None if trainer.parallel.loss_scale is None else trainer.parallel.loss_scale.describe(),
+        "placement": trainer.placement,
+        "accumulate": trainer.accumulate,
+        "clip_norm": trainer.clip_norm,
+        "clip_value": trainer.clip_value,
+        "ema": trainer.ema,
+        "seed": trainer.seed,
+        "plans": trainer.plans,
+        "save_every": trainer.save_every,
+        "callbacks": len(trainer.callbacks),
+    }
 
 
 def plain(value: Any) -> Any:

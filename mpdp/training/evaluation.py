@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -130,24 +130,26 @@ def evaluate(
 
 
 def run(
-    trainer: Trainer, dataset: Any, metrics: Sequence[Metric], global_batch_size: int | None
+    trainer: Trainer, dataset: Any, metrics: Sequence[Metric], global_batch_size: int | None, ema: bool
 ) -> dict[str, float]:
     """Evaluate a trainer's model on all ranks; see ``Trainer.evaluate``. **Collective.**"""
     comm = trainer.world.axis("data")
     loader = _loader(trainer, Kind.EVALUATE, dataset, metrics, global_batch_size)
-    with evaluation_mode(trainer.model), closing(OnePass(loader)) as stream:
+    with _evaluated(trainer, ema), closing(OnePass(loader)) as stream:
         tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
     stream.compare(comm)
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
     return tally.reduced(comm)
 
 
-def predict(trainer: Trainer, dataset: Any, global_batch_size: int | None, everywhere: bool) -> Any:
+def predict(
+    trainer: Trainer, dataset: Any, global_batch_size: int | None, everywhere: bool, ema: bool
+) -> Any:
     """Return the model's outputs in the order of the data set; see ``Trainer.predict``. **Collective.**"""
     comm = trainer.world.axis("data")
     loader = _loader(trainer, Kind.PREDICT, dataset, (), global_batch_size)
     rows, tree = Rows("predict"), ""
-    with evaluation_mode(trainer.model), no_grad(), closing(OnePass(loader)) as stream:
+    with _evaluated(trainer, ema), no_grad(), closing(OnePass(loader)) as stream:
         for parts in stream:
             for part in parts:
                 if part.count:
@@ -257,6 +259,13 @@ class OnePass:
     def close(self) -> None:
         """End the reading ahead. **Local.**"""
         self._stream.close()
+
+
+@contextmanager
+def _evaluated(trainer: Trainer, ema: bool) -> Iterator[None]:
+    """Run a block with the trainer's model in evaluation mode, with its averaged weights if asked for. **Local.**"""
+    with evaluation_mode(trainer.model), trainer.averaged() if ema else nullcontext():
+        yield
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..comm.agreement import together
 from ..data import MicroBatch
 from ..nn.metrics import finished, metric_name
+from ..optim import Schedule
 from ..report.progress import Progress
 from ..report.step_times import StepTimes, stragglers
 from .calling import call_back
@@ -143,6 +144,8 @@ class FitLoop:
             row.update({name: value for name, value in results.items() if name != "loss"})
             call_back(trainer, "on_validation", results)
         position.close_epoch(row)
+        if isinstance(trainer.schedule, Schedule):
+            trainer.schedule.observe(row)
         trainer.folder.row(kind="epoch", **row)
         self.progress.epoch(row)
         call_back(trainer, "on_epoch")

@@ -18,6 +18,8 @@ from .. import kernels
 from ..autodiff import Tensor
 from ..comm.agreement import agree, on_root
 from ..errors import CheckpointError
+from ..optim import Schedule
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 from . import arguments, checkpoint
 from .position import Position
@@ -30,6 +32,7 @@ def save(trainer: Trainer) -> Path:
     """Write a checkpoint and return its directory. **Collective.**"""
     comm = trainer.world.axis("data")
     root = trainer.folder.checkpoints
+    tensors = _tensors(trainer)
 
     def write() -> Path:
         try:
@@ -38,7 +41,7 @@ def save(trainer: Trainer) -> Path:
             raise CheckpointError(
                 f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
             ) from error
-        path = checkpoint.write(root, trainer.step_count, _tensors(trainer), _state(trainer))
+        path = checkpoint.write(root, trainer.step_count, tensors, _state(trainer))
         try:
             checkpoint.prune(root, trainer.keep)
         except OSError as error:
@@ -74,15 +77,22 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
 
 
 def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Return the state's arrays by name, each parameter once."""
-    parallel, optimizer = trainer.parallel, trainer.optimizer
+    """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
+    parallel = trainer.parallel
+    weights, state = parallel.collect()
+    average = averaging.collect(parallel._replica)
+    if weights is None:
+        return {}
+    layout = parallel.layout
+    tensors = {f"weights/{name}": layout.view(weights, name) for name in parallel.parameters}
+    for slot, flat in state.items():
+        for entry in layout.trainable:
+            tensors[f"optimizer/{slot}/{entry.name}"] = layout.view(flat, entry.name)
     host = kernels.for_device(trainer.world.device).to_numpy
-    tensors = {f"weights/{name}": p.numpy() for name, p in parallel.parameters.items()}
-    for slot, flat in optimizer.state.items():
-        for entry in parallel.layout.trainable:
-            tensors[f"optimizer/{slot}/{entry.name}"] = host(parallel.layout.view(flat, entry.name))
     for name, buffer in parallel.buffers.items():
         tensors[f"buffers/{name}"] = host(buffer.data)
+    if average is not None:
+        tensors |= {f"average/{name}": layout.view(average, name) for name in parallel.parameters}
     return tensors
 
 
@@ -96,6 +106,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "exponent": parallel.exponent,
         "precision": trainer.precision,
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
+        "average": parallel._replica.average is not None and parallel._replica.average.started,
+        "schedule": trainer.schedule.state() if isinstance(trainer.schedule, Schedule) else None,
         "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(trainer.optimizer),
         "slots": list(trainer.optimizer.slots),
@@ -104,7 +116,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
             for entry, count in zip(parallel.layout.trainable, trainer.optimizer.updates)
         },
         "parameters": {
-            name: [list(p.shape), str(p.dtype), bool(p.requires_grad)]
+            name: [list(p.shape), str(parallel.precision.master), bool(p.requires_grad)]
             for name, p in parallel.parameters.items()
         },
         "buffers": {name: [list(b.shape), str(b.dtype)] for name, b in parallel.buffers.items()},
@@ -125,7 +137,8 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
         problems += [f"missing {kind} {name}" for name in tensors if name not in stored]
         problems += [f"unexpected {kind} {name}" for name in stored if name not in tensors]
         for name, tensor in tensors.items():
-            mine = [list(tensor.shape), str(tensor.dtype)]
+            dtype = trainer.parallel.precision.master if kind == "parameter" else tensor.dtype
+            mine = [list(tensor.shape), str(dtype)]
             if name in stored and stored[name][:2] != mine:
                 problems.append(
                     f"{kind} {name} is {stored[name][1]}{stored[name][0]} there, {mine[1]}{mine[0]} here"
@@ -148,31 +161,36 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
 
 def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> None:
     """Put the state in place: tensors are read on rank 0 and broadcast into the arenas. **Collective.**"""
-    parallel, optimizer, comm = trainer.parallel, trainer.optimizer, trainer.world.axis("data")
+    parallel, optimizer = trainer.parallel, trainer.optimizer
     flags = {name: stored[2] for name, stored in state["parameters"].items()}
     changed = [name for name, flag in flags.items() if parallel.parameters[name].requires_grad != flag]
     if changed:
         parallel.thaw(*[name for name in changed if flags[name]])
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
+    weights = None
+    slots: dict[str, np.ndarray | None] = dict.fromkeys(optimizer.slots)
     if tensors is not None:
-        there = kernels.for_device(trainer.world.device).from_host
-        for name, parameter in parallel.parameters.items():
-            parameter.data[...] = there(tensors[f"weights/{name}"])
-        for slot, flat in optimizer.state.items():
+        weights = np.zeros(layout.size, parallel.precision.master)
+        for name in parallel.parameters:
+            layout.view(weights, name)[...] = tensors[f"weights/{name}"]
+        for slot in slots:
+            full = slots[slot] = np.zeros(layout.trainable_size, optimizer.state[slot].dtype)
             for entry in layout.trainable:
-                layout.view(flat, entry.name)[...] = there(tensors[f"optimizer/{slot}/{entry.name}"])
+                layout.view(full, entry.name)[...] = tensors[f"optimizer/{slot}/{entry.name}"]
+        there = kernels.for_device(trainer.world.device).from_host
         for name, buffer in parallel.buffers.items():
             buffer.data[...] = there(tensors[f"buffers/{name}"])
-    parallel.broadcast()
-    for flat in optimizer.state.values():
-        comm.broadcast(flat)
+    parallel.load(weights, slots)
+    _restore_average(trainer, bool(state.get("average")), tensors)
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
+    if isinstance(trainer.schedule, Schedule):
+        _restore_schedule(trainer, trainer.schedule, state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
         kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
@@ -183,3 +201,33 @@ def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndar
             f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
         )
     trainer.position = Position(**state["position"])
+
+
+def _restore_schedule(trainer: Trainer, schedule: Schedule, state: Any) -> None:
+    """Take up what the schedule has learnt, unless the program's is another one now. **Local.**"""
+    try:
+        schedule.load_state(state)
+    except ValueError as error:
+        schedule.load_state(None)
+        trainer.world.log("warning", f"resume: what the schedule had learnt is left out: {error}")
+
+
+def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:
+    """Take up the average of weights, read on rank 0. **Collective.**"""
+    replica = trainer.parallel._replica
+    if replica.average is None:
+        if held:
+            trainer.world.log(
+                "info", "resume: the checkpoint's average of weights is left out; ema= would take it"
+            )
+        return
+    replica.average.started = False
+    if not held:
+        trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
+        return
+    whole = None
+    if tensors is not None:
+        whole = np.zeros(replica.layout.size, replica.dtype)
+        for name in replica.parameters:
+            replica.layout.view(whole, name)[...] = tensors[f"average/{name}"]
+    averaging.load(replica, whole)

@@ -29,7 +29,7 @@ class EagerStep:
         parallel: the wrapped model.
         loss_function: ``loss(output, target)``.
         optimizer: updates the weights.
-        clip_norm: see :class:`mpdp.Trainer`.
+        clip_norm, clip_value: see :class:`mpdp.Trainer`.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class EagerStep:
         loss_function: Callable[[Any, Any], Any],
         optimizer: Optimizer,
         clip_norm: float | None,
+        clip_value: float | None = None,
     ) -> None:
         self.parallel = parallel
         self.loss_function = loss_function
         self.optimizer = optimizer
-        self.clip_norm = clip_norm
+        self.clip_norm, self.clip_value = clip_norm, clip_value
 
     def forward(self, part: MicroBatch) -> Any:
         """Return the model's output for a share. **Collective** where the model communicates, else **Local.**"""
@@ -125,7 +126,9 @@ class EagerStep:
                 loss = first_loss if i == 0 and first_loss is not None else self.loss(part, tally)
                 self.parallel.backward(loss, count=part.count, final=i + 1 == len(parts), stop=stop)
                 part.release()
-            return self.parallel.step(self.optimizer, lr=lr, clip_norm=self.clip_norm)
+            return self.parallel.step(
+                self.optimizer, lr=lr, clip_norm=self.clip_norm, clip_value=self.clip_value
+            )
         except BaseException:
             self.parallel.abandon()
             raise

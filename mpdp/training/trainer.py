@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..comm.agreement import agree, compare, on_root, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
+from ..parallel import averaging
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import leading_length
 from ..parallel.late_loss import LateLoss
@@ -55,7 +57,8 @@ class Trainer:
             backward run in 16 bits.
         reduce_dtype: dtype of the gradient buffer (default: that of the weights, so float32 under 16 bits).
         loss_scale: an ``optim.LossScale`` with other numbers than the default ones, for ``"float16"`` only.
-        placement: where optimizer state lives; ``"replicated"``.
+        placement: where optimizer state lives: ``"replicated"`` (N identical optimizers), ``"root"`` (one, on rank 0)
+            or ``"sharded"`` (each rank updates 1/N); see ``docs/placements.md``.
         accumulate: global micro-batches per update.
         clip_norm: scale the averaged global gradient by ``min(1, clip_norm / (norm + 1e-6))``.
         seed: order of samples and dropout. Initial weights follow ``mpdp.seed``.
@@ -68,6 +71,8 @@ class Trainer:
         save_every: updates between checkpoints; None saves only on :meth:`save`.
         keep: checkpoints to keep.
         callbacks: objects with the methods of :class:`mpdp.Callback`.
+        clip_value: cut each element of the averaged global gradient, after ``clip_norm``, to [-clip_value, clip_value].
+        ema: keep an average of the weights with this decay, see ``optim.WeightAverage`` and :meth:`averaged`.
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
@@ -112,6 +117,8 @@ class Trainer:
         save_every: int | None = None,
         keep: int = 3,
         callbacks: Sequence[Callback] = (),
+        clip_value: float | None = None,
+        ema: float | None = None,
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
@@ -121,22 +128,10 @@ class Trainer:
         error: Exception | None = None
         try:
             arguments.check(
-                model=model,
-                loss=loss,
-                optimizer=optimizer,
-                schedule=self.schedule,
-                precision=precision,
-                placement=placement,
-                accumulate=accumulate,
-                clip_norm=clip_norm,
-                seed=seed,
-                graph=graph,
-                plans=plans,
-                save_every=save_every,
-                keep=keep,
-                run_dir=run_dir,
-                callbacks=callbacks,
-            )
+                model=model, loss=loss, optimizer=optimizer, schedule=self.schedule, precision=precision,
+                placement=placement, accumulate=accumulate, clip_norm=clip_norm, seed=seed, graph=graph, plans=plans,
+                save_every=save_every, keep=keep, run_dir=run_dir, callbacks=callbacks, clip_value=clip_value, ema=ema,
+            )  # fmt: skip
             arguments.check_graph(graph, self.world)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
@@ -148,7 +143,8 @@ class Trainer:
         self.precision = precision
         self.placement = placement
         self.accumulate = int(accumulate)
-        self.clip_norm = arguments.plain(clip_norm)
+        self.clip_norm, self.clip_value = arguments.plain(clip_norm), arguments.plain(clip_value)
+        self.ema = arguments.plain(ema)
         self.seed = int(seed)
         self.plans = plans
         self.save_every = arguments.plain(save_every)
@@ -159,12 +155,14 @@ class Trainer:
         self.late_loss: float | LateLoss = float("nan")
         self.parallel = DataParallel(
             model, self.world, precision=precision, reduce_dtype=reduce_dtype, loss_scale=loss_scale,
-            chunk_bytes=chunk_bytes, seed=self.seed,
+            placement=placement, chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
         compare(comm, "trainer", self.describe() | given)
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
-        self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm)
+        if ema is not None:
+            self.parallel.keep_average(ema)
+        self.eager = EagerStep(self.parallel, loss, optimizer, self.clip_norm, self.clip_value)
         self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
@@ -174,20 +172,7 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks beside the model. **Local.**"""
-        return {
-            "optimizer": arguments.describe(self.optimizer),
-            "schedule": arguments.describe(self.schedule),
-            "loss": arguments.describe(self.loss_function),
-            "precision": self.precision,
-            "loss_scale": None if self.parallel.loss_scale is None else self.parallel.loss_scale.describe(),
-            "placement": self.placement,
-            "accumulate": self.accumulate,
-            "clip_norm": self.clip_norm,
-            "seed": self.seed,
-            "plans": self.plans,
-            "save_every": self.save_every,
-            "callbacks": len(self.callbacks),
-        }
+        return arguments.settings(self)
 
     # -- where the run stands
 
@@ -314,9 +299,11 @@ class Trainer:
             raise ValueError(
                 f"{call}: expected a call outside fit, got one in a callback of it; set should_stop and call it later"
             )
+        averaging.refuse(self.parallel._replica, call)
 
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
+        averaging.refuse(self.parallel._replica, "step")
         self.last_lr = self.lr
         self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
         self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
@@ -372,7 +359,11 @@ class Trainer:
 
     @ends_the_job
     def evaluate(
-        self, dataset: Any, metrics: Sequence[Metric] = (), global_batch_size: int | None = None
+        self,
+        dataset: Any,
+        metrics: Sequence[Metric] = (),
+        global_batch_size: int | None = None,
+        ema: bool = False,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over a data set, every sample counted once.
 
@@ -382,15 +373,18 @@ class Trainer:
             dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
             metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
+            ema: evaluate the averaged weights.
 
         Returns:
             ``{"loss": ..., name of each metric: ...}``.
         """
         self.settle()
-        return evaluation.run(self, dataset, metrics, global_batch_size)
+        return evaluation.run(self, dataset, metrics, global_batch_size, ema)
 
     @ends_the_job
-    def predict(self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True) -> Any:
+    def predict(
+        self, dataset: Any, global_batch_size: int | None = None, everywhere: bool = True, ema: bool = False
+    ) -> Any:
         """Return the model's outputs for every sample, in the order of the data set.
 
         **Collective.** In evaluation mode. A target in the data, if there is one, is left out: samples are of the
@@ -400,12 +394,21 @@ class Trainer:
             dataset: the same on all ranks.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
             everywhere: return the outputs on every rank; with False on rank 0 alone, and None elsewhere.
+            ema: predict by the averaged weights.
 
         Returns:
             NumPy arrays of one row a sample, in the structure of the model's output; None where there are no samples.
         """
         self.settle()
-        return evaluation.predict(self, dataset, global_batch_size, everywhere)
+        return evaluation.predict(self, dataset, global_batch_size, everywhere, ema)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights of ``ema=``; it trains and saves outside of it.
+
+        **Collective.**
+        """
+        self.settle()
+        return self.parallel.averaged()
 
     # -- the run's files
 
@@ -421,6 +424,7 @@ class Trainer:
             DisagreementError: a rank called it alone, on all ranks.
         """
         self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
+        averaging.refuse(self.parallel._replica, "save")
         self.settle()
         exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
         self._open_folder()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import kernels
+from .. import guard, kernels
 from ..data import MicroBatch
 from ..errors import on_all_ranks
 from ..parallel.graph_step import GraphStep
@@ -29,11 +30,23 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 5.0
 
 
+_unread: list[GraphStep] = []  # with updates that have failed, or are not done, of trainers that are gone
+
+
 def _close(updates: weakref.ref[Updates]) -> None:
-    """Close what is left at the end of the program."""
+    """Look at the updates that are under way at the end of the program: one that has failed ends it with its error.
+
+    **Collective** where one has failed, which all ranks see.
+    """
     left = updates()
-    if left is not None:
-        left.close()
+    graphs = _unread.pop() if left is None and _unread else None
+    try:
+        if left is not None:
+            left.finish()
+        elif graphs is not None:
+            graphs.settle()
+    except BaseException as error:  # atexit would print it, and the program would have succeeded
+        guard.current.fail_at_exit(error)
 
 
 class Updates:
@@ -76,6 +89,7 @@ class Updates:
             trainer.accumulate,
             recorder,
             required,
+            trainer.clip_value,
         )
 
     def time_plans(self, wanted: bool) -> None:
@@ -133,6 +147,29 @@ class Updates:
             graphs is not None and graphs.under_way and os.getpid() == self._process
         ):  # not a forked child's copy
             graphs.take_finished(_PATIENCE_SECONDS)
+            with contextlib.suppress(OSError):
+                self.trainer.folder.flush()
+            if graphs.under_way:
+                _unread.append(graphs)
+
+    def finish(self) -> None:
+        """Settle the updates under way at the end of a program, unless an error ends it. **Collective**; see settle.
+
+        Raises:
+            NonFiniteError: on all ranks, like all that :meth:`settle` raises.
+            ValueError: a check on the device has found something in the last update.
+        """
+        if guard.current.error is not None or getattr(sys, "last_value", None) is not None:
+            self.close()
+            return
+        if os.getpid() != self._process:
+            return
+        try:
+            self.settle()
+            error = self._kernels.pending_error()
+            if error is not None:
+                raise error
+        finally:
             with contextlib.suppress(OSError):
                 self.trainer.folder.flush()
 

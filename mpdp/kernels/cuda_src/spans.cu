@@ -40,3 +40,13 @@ extern "C" __global__ void total(const T* x, O* out, i64 n) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) *out = As<O>::of(sum);
 }
+
+// LAMB: a block a parameter adds up the sums of its pieces, two a piece, in a fixed order.
+extern "C" __global__ void trust_ratios(const double* sums, const i64* spans, double* out) {
+    double own = 0, step = 0;
+    for (i64 i = spans[2 * blockIdx.x] + threadIdx.x; i < spans[2 * blockIdx.x + 1]; i += blockDim.x)
+        own += sums[2 * i], step += sums[2 * i + 1];
+    own = block_sum(own);
+    step = block_sum(step);
+    if (threadIdx.x == 0) out[blockIdx.x] = own > 0 && step > 0 ? sqrt(own) / sqrt(step) : 1;
+}

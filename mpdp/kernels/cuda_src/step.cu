@@ -67,11 +67,11 @@ extern "C" __global__ void signal(const i64* board, volatile i64* word, i64 coun
     *word = (board[LAUNCH] << 20) + count;
 }
 
-// Writes the float64 sum of squares of the block's span, as span_squares has it, and NaN where an element is not
-// finite. Returns whether this block is the last to do so: it sees all sums then.
-__device__ __forceinline__ bool add_span(i64* board, const G* x, double* out, i64 n, i64 span) {
+// Writes the float64 sum of squares of the block's span, as span_squares has it, NaN where an element is not finite,
+// and 0 for a span that is not mine. Returns whether this block is the last to do so: it sees all sums then.
+__device__ __forceinline__ bool add_span(i64* board, const G* x, double* out, i64 n, i64 span, bool mine) {
     __shared__ u32 before;
-    i64 first = blockIdx.x * span, last = first + span < n ? first + span : n;
+    i64 first = blockIdx.x * span, last = !mine ? first : first + span < n ? first + span : n;
     double sum = 0;
     int bad = 0;
     #pragma unroll 8
@@ -105,17 +105,42 @@ __device__ __forceinline__ i64 block_first(i64 value) {
     return value;
 }
 
+// Returns the first element that is not finite, found in the first span whose sum is NaN; -1 if no sum is. By a block.
+__device__ __forceinline__ i64 first_bad(const volatile double* sums, i64 spans, const G* gradient, i64 size,
+                                         i64 span) {
+    i64 where = size;
+    for (i64 i = threadIdx.x; i < spans; i += blockDim.x)
+        if (sums[i] != sums[i] && i * span < where) where = i * span;
+    where = block_first(where);
+    if (where == size) return -1;
+    i64 element = size;
+    for (i64 i = where + threadIdx.x; i < where + span && i < size; i += blockDim.x)
+        if (!(fabs(wide(gradient[i])) < infinity(wide(gradient[i]))) && i < element) element = i;
+    return block_first(element);
+}
+
+// Fills what ranks that hold parts of the gradient add up: the sums of this rank's spans, and behind them for each rank
+// the place of the first element that is not finite, counted from 1, 0 if all are. A block a span.
+extern "C" __global__ void look(i64* board, double* parts, i64 spans, const G* gradient, i64 size, i64 span,
+                                const unsigned char* own, i64 rank, i64 ranks) {
+    if (!add_span(board, gradient, parts, size, span, own[blockIdx.x])) return;
+    i64 bad = first_bad(parts, spans, gradient, size, span);
+    if (threadIdx.x) return;
+    board[TICKET] = 0;
+    for (i64 i = 0; i < ranks; i++) parts[spans + i] = i == rank ? bad + 1 : 0;
+}
+
 // Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. A block a span,
-// of which the last one to be done decides. It reads all that it needs at once: one after the other, each number would
-// take as long. What the report's first word says, all others agree with, so they may arrive in any order: waiting for
-// the bus before the last would take longer than the rest.
+// of which the last one to be done decides; one block where ranks have added up what `look` has filled. It reads all
+// that it needs at once: one after the other, each number would take as long. All words of the report make up its
+// number, so they may arrive in any order: waiting for the bus before the last would take longer than the rest.
 extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, const G* gradient, i64 size, i64 span,
                                   volatile i64* reports, i64 most, const volatile u32* broken, const T* total,
-                                  double factor, NUMBER(count)) {
+                                  double factor, NUMBER(count), i64 ranks) {
     __shared__ i64 words[NUMBERS];  // the board's, as they were
     __shared__ double taken, here;
     __shared__ u32 stopped;
-    if (!add_span(board, gradient, span_sums, size, span)) return;
+    if (!ranks && !add_span(board, gradient, span_sums, size, span, true)) return;
     if (threadIdx.x < NUMBERS) words[threadIdx.x] = board[threadIdx.x];
     if (threadIdx.x == 32) taken = total ? (double)wide(*total) : 0;
     if (threadIdx.x == 64) here = VALUE(count, 0);
@@ -125,15 +150,13 @@ extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, cons
     for (i64 i = threadIdx.x; i < spans; i += blockDim.x) sum += sums[i];
     sum = block_sum(sum);
     i64 bad = -1;
-    if (sum != sum) {
-        i64 where = size;
-        for (i64 i = threadIdx.x; i < spans; i += blockDim.x)
-            if (sums[i] != sums[i] && i * span < where) where = i * span;
-        where = block_first(where);
-        i64 element = size;
-        for (i64 i = where + threadIdx.x; i < where + span && i < size; i += blockDim.x)
-            if (!(fabs(wide(gradient[i])) < infinity(wide(gradient[i]))) && i < element) element = i;
-        bad = block_first(element);
+    if (ranks) {
+        for (i64 i = 0; i < ranks; i++) {
+            i64 place = (i64)sums[spans + i];
+            if (place && (bad < 0 || place <= bad)) bad = place - 1;
+        }
+    } else if (sum != sum) {
+        bad = first_bad(sums, spans, gradient, size, span);
     }
     if (threadIdx.x) return;
     const double* numbers = (const double*)words;

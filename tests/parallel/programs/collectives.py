@@ -53,14 +53,20 @@ def check(comm, in_place=False, dtypes=DTYPES):
                         assert np.array_equal(mine, (base * size + size * (size - 1) // 2).astype(dtype))
                 even = [length * r // size for r in range(size + 1)]
                 uneven = [0, *sorted(length * (r * 7 % 5) // 5 for r in range(size - 1)), length]
-                for bounds in (even, uneven):
+                for bounds, started in ((even, False), (uneven, False), (uneven, True)):
                     mine = put((base + rank).astype(dtype))
-                    comm.reduce_scatter(mine, bounds, lane=lane)
+                    if started:
+                        comm.start_reduce_scatter(mine, bounds, lane=lane).wait()
+                    else:
+                        comm.reduce_scatter(mine, bounds, lane=lane)
                     own = slice(bounds[rank], bounds[rank + 1])
                     total = (base * size + size * (size - 1) // 2).astype(dtype)
                     assert np.array_equal(mine[own], total[own])
                     mine = put(np.full(length, rank).astype(dtype))
-                    comm.all_gather(mine, bounds, lane=lane)
+                    if started:
+                        comm.start_all_gather(mine, bounds, lane=lane).wait()
+                    else:
+                        comm.all_gather(mine, bounds, lane=lane)
                     for r in range(size):
                         assert np.all(mine[bounds[r] : bounds[r + 1]] == np.array(r, dtype=dtype))
     assert comm.exclusive_sum(rank + 1) == rank * (rank + 1) // 2

@@ -45,6 +45,8 @@ def state_of(trainer):
     trainer.settle()
     state = [trainer.parallel.weights, *trainer.optimizer.state_arrays().values()]
     state += [buffer.data for buffer in trainer.parallel.buffers.values()]
+    if trainer.parallel._replica.average is not None:
+        state.append(trainer.parallel._replica.average.array)
     return [array if isinstance(array, np.ndarray) else array.get() for array in state]
 
 
@@ -105,6 +107,17 @@ def dropout():
 
 
 @case
+def norms_of_parameters_and_an_average_of_weights():
+    def lamb():
+        return optim.LAMB(lr=0.02, weight_decay=0.1, groups=[optim.Group("*.bias", weight_decay=0.0)])
+
+    schedule = optim.Warmup(5, optim.StepLR(4, gamma=0.5))
+    both(mlp, lamb, class_batches(), schedule=schedule, ema=0.9, clip_norm=1.0)
+    options = {"ema": 0.5, "clip_value": 0.02, "precision": "bfloat16", "accumulate": 2}
+    both(mlp, lambda: optim.Lion(lr=0.01, weight_decay=0.1), class_batches(6 * size), **options)
+
+
+@case
 def float16():
     def scale():
         return optim.LossScale(initial=2.0**18, interval=4)
@@ -119,6 +132,21 @@ def shares_that_change_and_are_empty():
         if i % 5 == 4:
             batches[i] = x[: size - 1], y[: size - 1]  # rank 0 has none
     both(mlp, adamw, batches)
+
+
+@case
+def forms_that_ranks_meet_at_different_updates():
+    """Share lengths that one rank has had before while another has to capture its graph."""
+    totals = [(4, 3)] * 4 + [(4, 4)] * 4 + [(5, 4), (4, 3)] * 4 + [(4, 4)] * 4
+    batches = [batch for batch, _ in zip(class_batches(5), totals)]
+    trainers = [trainer_of(mlp, sgd, graph=graph) for graph in (False, True)]
+    for trainer in trainers:
+        for (x, y), (first, other) in zip(batches, totals, strict=True):
+            count = first if rank == 0 else other
+            trainer.step((x[:count], y[:count]))
+    for a, b in zip(*map(state_of, trainers), strict=True):
+        assert equal_bits(a, b)
+    assert trainers[1].updates.graphs.captures == (2 if size == 1 else 3)
 
 
 @case

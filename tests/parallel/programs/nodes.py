@@ -130,6 +130,10 @@ def staged():
         memory[...] = world.rank
         comm.reduce_scatter(FakeArray(memory), bounds, lane=lane)
         assert np.all(memory[bounds[world.rank] : bounds[world.rank + 1]] == world.size * last / 2)
+        memory[...] = world.rank
+        comm.start_reduce_scatter(FakeArray(memory), bounds, lane=lane).wait()
+        comm.start_all_gather(FakeArray(memory), bounds, lane=lane).wait()
+        assert np.all(memory == world.size * last / 2)
         assert comm.exclusive_sum(world.rank, lane=lane) == world.rank * (world.rank - 1) // 2
         comm.barrier(lane=lane)
     transport = comm.transport

@@ -109,7 +109,12 @@ def test_every_collective_of_every_length(worlds, size, mapped, lane):
             own = slice(bounds[rank], bounds[rank + 1])
             assert np.array_equal(array.memory[own], summed(size, length, "float32")[own])
             array = take(comm, values_of(rank, length, "float32"), mapped)
+            comm.start_reduce_scatter(array, bounds, lane=lane).wait()
+            assert np.array_equal(array.memory[own], summed(size, length, "float32")[own])
+            array = take(comm, values_of(rank, length, "float32"), mapped)
             comm.all_gather(array, bounds, lane=lane)
+            array = take(comm, values_of(rank, length, "float32"), mapped)
+            comm.start_all_gather(array, bounds, lane=lane).wait()
             expected = np.concatenate(
                 [values_of(r, length, "float32")[bounds[r] : bounds[r + 1]] for r in range(size)]
             )

@@ -102,6 +102,49 @@ def test_started_reductions_of_ranks_at_different_speeds(size):
     run(size, body, small_bytes=1024)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_started_parts_of_ranks_at_different_speeds(size, mapped):
+    """Chunks are scattered, changed by their owners and gathered, with more under way than a rank may be ahead."""
+
+    def body(comm):
+        buffer = comm.allocate(40 * 8192)
+        memory = buffer.array(np.float64, 40 * 1024) if mapped else np.zeros(40 * 1024)
+        parts = [memory[1024 * i : 1024 * (i + 1)] for i in range(40)]
+        bounds = [0, *(1024 * (r + 1) // size // 3 * 3 for r in range(size - 1)), 1024]
+        own = slice(bounds[comm.rank], bounds[comm.rank + 1])
+        for turn in range(3):
+            for i, part in enumerate(parts):
+                part[...] = comm.rank + i
+            requests = []
+            for i, part in enumerate(parts):
+                if (i + turn) % size == comm.rank:
+                    time.sleep(0.0005)
+                requests.append(comm.start_reduce_scatter(part, bounds))
+            for request in requests:
+                request.wait()
+            requests.clear()
+            for i, part in enumerate(parts):
+                total = size * (size - 1) / 2 + size * i
+                assert np.all(part[own] == total)
+                part[own] *= 2
+                requests.append(comm.start_all_gather(part, bounds))
+            for i, (request, part) in enumerate(zip(requests, parts)):
+                request.wait()
+                assert np.all(part == size * (size - 1) + 2 * size * i)
+
+    run(size, body, small_bytes=1024)
+
+
+def test_started_parts_with_other_bounds_are_an_error_on_all_ranks():
+    def body(comm):
+        array = comm.allocate(80_000).array(np.float64, 10_000)
+        with pytest.raises(CommunicationError, match=r"reduce_scatter \(sum\) of 10000 float64, bounds"):
+            comm.start_reduce_scatter(array, [0, 10 + comm.rank, 10_000]).wait()
+
+    run(2, body)
+
+
 def test_a_rank_that_is_ahead_goes_on():
     """It starts a reduction, computes, and finds the sum when the other has come."""
     late = threading.Event()

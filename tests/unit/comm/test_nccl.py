@@ -140,6 +140,26 @@ def test_the_lanes_run_in_the_order_of_the_calls(one):
     assert log == ["lane1 behind current", "comm1 allReduce", "current behind lane1"]
 
 
+def test_parts_of_chunks_are_started_beside_what_is_submitted(one):
+    comm, nccl, log = one
+    values = array(10)
+    requests = [comm.start_reduce_scatter(values, [0, 10]), comm.start_all_gather(values, [0, 10])]
+    assert log == [
+        "lane1 behind current",
+        "comm1 reduceScatter",
+        "lane1 behind current",
+        "comm1 allGather",
+    ]
+    for request in requests:
+        request.wait()
+    assert log[4:] == ["current behind lane1"] * 2
+    pointer = values.data.ptr
+    assert nccl.calls[0] == ("reduceScatter", pointer, pointer, 10, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 7)
+    assert nccl.calls[1] == ("allGather", pointer, pointer, 10, nccl.NCCL_FLOAT32, 7)
+    comm.start_reduce_scatter(array(0), [0, 0]).wait()
+    assert len(nccl.calls) == 2
+
+
 @pytest.mark.parametrize("dtype", list(nccl_module._TYPES))
 def test_each_dtype_travels_as_itself(one, dtype):
     import ml_dtypes

@@ -1,5 +1,7 @@
 """Regions: where arrays lie, and that they are forgotten with their last view."""
 
+import gc
+
 import numpy as np
 
 from mpdp.comm.regions import Regions
@@ -50,3 +52,26 @@ def test_a_region_goes_with_the_last_view_of_this_ranks_part():
     del view
     assert len(regions) == 0
     assert regions.next_number() == 2
+
+
+def test_memory_that_is_collected_while_a_place_is_looked_up():
+    """The collector may run at any allocation, and then takes regions out: here at each one of a call in turn."""
+    regions = Regions(0)
+    own = np.frombuffer(bytearray(64), np.uint8)
+    regions.add(1, [own])
+    before = gc.get_threshold()
+    try:
+        for allocations in range(12):
+            gc.collect()
+            gc.disable()
+            for number in range(2, 12):
+                cycle = [np.frombuffer(bytearray(64), np.uint8)]
+                regions.add(number, cycle[:1])
+                cycle.append(cycle)
+            del cycle
+            gc.set_threshold(gc.get_count()[0] + allocations, *before[1:])
+            gc.enable()
+            assert regions.locate(own) == 1 << 44
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()

@@ -79,6 +79,14 @@ def test_the_other_calls(gpu, size):
         array = xp.asarray(mine)
         comm.reduce_scatter(array, bounds)
         made["reduce_scatter"] = xp.asnumpy(array[bounds[rank] : bounds[rank + 1]])
+        array, other = xp.asarray(mine), xp.asarray(mine)
+        requests = [comm.start_reduce_scatter(array, bounds), comm.start_all_gather(other, bounds)]
+        for request in requests:
+            request.wait()
+        assert (
+            xp.asnumpy(array[bounds[rank] : bounds[rank + 1]]).tobytes() == made["reduce_scatter"].tobytes()
+        )
+        assert xp.asnumpy(other).tobytes() == made["all_gather"].tobytes()
         array = xp.asarray(mine)
         comm.reduce(array, root=0)
         made["reduce"] = xp.asnumpy(array)

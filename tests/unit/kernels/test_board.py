@@ -109,6 +109,42 @@ def test_the_factor_has_the_bits_of_the_host(device, dtype, clip, apart):
     assert report.norm == (0.0 if clip is None and device.kind == "cpu" else norm)
 
 
+def decided_in_parts(boards, gradients, **slot):
+    """Do an update of ranks that have parts of the gradient, as :func:`decided`, and return their reports."""
+    for board, gradient in zip(boards, gradients):
+        board.write(**{**SLOT, **slot})
+        board.begin((), 0)
+        board.take(put(np.float32(6.0)), 1.0, 4.0, True)
+        board.look(put(gradient), SPAN)
+    total = sum(board.parts for board in boards)
+    reports = []
+    for board, gradient in zip(boards, gradients):
+        board.parts[...] = total
+        board.decide(put(gradient), SPAN)
+        reports.append(board.report(int(host(board.words)[1]) - 1))
+    return reports
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_parts_of_a_gradient_decide_as_the_whole_does(device, dtype):
+    gradient = np.random.default_rng(1).normal(size=7 * SPAN).astype(dtype)
+    owners = np.array([0, 0, 1, 2, 2, 1, 1])  # of each span, and rank 3 has none
+    boards = [board_of() for _ in range(4)]
+    for rank, board in enumerate(boards):
+        board.share(owners == rank, rank, len(boards))
+        board.prime(put(gradient), SPAN)
+    for spoiled in (None, (5 * SPAN + 3, np.nan), (3 * SPAN, np.inf)):
+        whole, slot = gradient.copy(), {"clip_norm": 0.25, "skips": True}
+        if spoiled is not None:
+            whole[spoiled[0]] = spoiled[1]
+            whole[-1] = np.nan
+        parts = [np.where(np.repeat(owners == rank, SPAN), whole, np.inf).astype(dtype) for rank in range(4)]
+        reports, alone = decided_in_parts(boards, parts, **slot), board_of()
+        assert reports == [decided(alone, whole, **slot)] * 4
+        assert reports[0].bad == (-1 if spoiled is None else spoiled[0])
+        assert {float(host(board.scale)) for board in boards} == {float(host(alone.scale))}
+
+
 @pytest.mark.parametrize("where", [0, 5000, 3 * SPAN - 1])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_gradient_that_is_not_finite_halts_the_board(device, where, value):

@@ -570,7 +570,7 @@ def test_scatter(k, name, dtype):
 
 # -- updates ------------------------------------------------------------------------------------------------
 
-RULES = ["sgd", "momentum", "nesterov", "adam"]
+RULES = ["sgd", "momentum", "nesterov", "adam", "lion", "lamb"]
 COMBINATIONS = [
     ("float32", "float32", "float32"),
     ("float32", "float16", "float32"),
@@ -584,17 +584,38 @@ SIZES = [0, 256, 5 * 256, 300 * 256, 1, 255, 4097]
 def run(kernel, rule, arrays, place, **numbers):
     weights, gradient, first, second = (place(a.copy()) for a in arrays)
     scratch = kernel.update_scratch(np.promote_types(arrays[0].dtype, np.float32))
-    lr, decay, scale = numbers["lr"], numbers["decay"], numbers["scale"]
+    lr, decay, scale, limit = numbers["lr"], numbers["decay"], numbers["scale"], numbers.get("limit")
     if rule == "adam":
         kernel.adam(
             weights, gradient, first, second, scale=scale, step=lr, eps=1e-8, betas=(0.9, 0.999),
-            weight_decay=decay, shrink=numbers["shrink"], scratch=scratch,
+            weight_decay=decay, shrink=numbers["shrink"], scratch=scratch, limit=limit,
+        )  # fmt: skip
+    elif rule == "lion":
+        kernel.lion(
+            weights, gradient, first, scale=scale, lr=lr, betas=(0.9, 0.99), shrink=numbers["shrink"],
+            scratch=scratch, limit=limit,
+        )  # fmt: skip
+    elif rule == "lamb":
+        blocks = weights.size // 256
+        edges = place(256 * np.array(sorted({0, *range(1, blocks, 16), *range(5, blocks, 7), blocks})))
+        out, common = (
+            place(np.zeros(2 * len(edges) - 2)).reshape(-1, 2),
+            {"scratch": scratch, "weight_decay": decay},
+        )
+        common |= {"correction": lr, "eps": numbers["shrink"]}
+        kernel.lamb_moments(
+            weights, gradient, first, second, edges=edges + 512, offset=512, out=out, scale=scale,
+            betas=(0.9, 0.999), limit=limit, **common,
+        )  # fmt: skip
+        kernel.lamb(
+            weights, first, second, lr=lr, ratios=place(np.array([1.0, 0.37])),
+            owners=place((np.arange(blocks) % 2).astype(np.int32)), copy=None, **common,
         )  # fmt: skip
     else:
         velocity = None if rule == "sgd" else first
         kernel.sgd(
             weights, gradient, velocity, scale=scale, lr=lr, momentum=0.9, weight_decay=decay,
-            nesterov=rule == "nesterov", scratch=scratch,
+            nesterov=rule == "nesterov", scratch=scratch, limit=limit,
         )  # fmt: skip
     return [host(a).tobytes() for a in (weights, first, second)]
 
@@ -604,12 +625,15 @@ def run(kernel, rule, arrays, place, **numbers):
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_have_numpys_bits(k, rule, dtypes, size):
     p, g, s = dtypes
+    if rule == "lamb" and size % 256:
+        size = 8 * 256  # ranges of its first pass are whole blocks
     arrays = draw(size, p), draw(size, g), draw(size, s), np.abs(draw(size, s))
-    for decay, shrink in ((0.0, 1.0), (0.1, 0.999)):
-        numbers = {"lr": 0.01, "decay": decay, "shrink": shrink, "scale": 0.3}
+    for decay, shrink, limit in ((0.0, 1.0, None), (0.1, 0.999, None), (0.1, 0.999, 0.2), (0.0, 1.0, 0.2)):
+        numbers = {"lr": 0.01, "decay": decay, "shrink": shrink, "scale": 0.3, "limit": limit}
         expected = run(CPU, rule, arrays, lambda a: a, **numbers)
         assert run(k, rule, arrays, put, **numbers) == expected
-        later = {name: put(np.float64(value)) for name, value in numbers.items()}
+        named = {"lr", "decay", "shrink", "scale"}
+        later = {name: put(np.float64(v)) if name in named else v for name, v in numbers.items()}
         if decay:  # a number in device memory is never left out as 0 or 1 is
             assert run(k, rule, arrays, put, **later) == expected
     if size % 256 == 0 and size:
@@ -617,7 +641,7 @@ def test_rules_have_numpys_bits(k, rule, dtypes, size):
         numbers = {"lr": column, "decay": column, "shrink": 1 - column, "scale": 0.3}
         expected = run(CPU, rule, arrays, lambda a: a, **numbers)
         assert run(k, rule, arrays, put, **numbers) == expected
-        there = {name: value if name == "scale" else put(value) for name, value in numbers.items()}
+        there = {name: put(v) if name in ("lr", "decay", "shrink") else v for name, v in numbers.items()}
         assert run(k, rule, arrays, put, **there) == expected
 
 
@@ -631,7 +655,57 @@ def test_rules_at_odd_addresses(k):
         return memory[1:]
 
     for rule in RULES:
-        assert run(k, rule, arrays, shifted, **numbers) == run(CPU, rule, arrays, lambda a: a, **numbers)
+        if rule != "lamb":
+            assert run(k, rule, arrays, shifted, **numbers) == run(CPU, rule, arrays, lambda a: a, **numbers)
+    arrays = [a[:768] for a in arrays]
+    assert run(k, "lamb", arrays, shifted, **numbers) == run(CPU, "lamb", arrays, lambda a: a, **numbers)
+
+
+@pytest.mark.parametrize("dtypes", COMBINATIONS, ids="-".join)
+def test_sums_of_lamb(k, dtypes):
+    """The sums of a piece have the same bits whatever range it is summed with, and NumPy's value."""
+    p, g, s = dtypes
+    size = 64 * 256
+    arrays = draw(size, p), draw(size, g), draw(size, s), np.abs(draw(size, s))
+    edges = 256 * np.array([0, 1, 16, 17, 32, 48, 64])
+    common = {"scale": 0.3, "correction": 0.7, "eps": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    found = []
+    for kernel, place, cuts in ((CPU, np.copy, [0, 6]), (k, put, [0, 6]), (k, put, [0, 2, 5, 6])):
+        there, out = [place(a.copy()) for a in arrays], place(np.zeros((6, 2)))
+        scratch = kernel.update_scratch(np.dtype(s))
+        for a, b in itertools.pairwise(cuts):
+            part = slice(edges[a], edges[b])
+            kernel.lamb_moments(
+                *(array[part] for array in there), edges=place(edges)[a : b + 1], offset=int(edges[a]), out=out[a:b],
+                scratch=scratch, **common,
+            )  # fmt: skip
+        spans = place(np.array([[0, 2], [2, 2], [2, 6]]))
+        found.append([host(a) for a in (*there, out, kernel.trust_ratios(out, spans))])
+    cpu, whole, parts = found
+    assert [a.tobytes() for a in whole] == [a.tobytes() for a in parts]
+    assert [a.tobytes() for a in cpu[:4]] == [a.tobytes() for a in whole[:4]]
+    for one, other in zip(cpu[4:], whole[4:]):
+        np.testing.assert_allclose(one, other, rtol=1e-13)
+    assert whole[5][1] == 1.0 and whole[5][0] == np.sqrt(whole[4][:2, 0].sum()) / np.sqrt(
+        whole[4][:2, 1].sum()
+    )
+    zero = put(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    assert host(k.trust_ratios(zero, put(np.array([[0, 1], [1, 2]])))).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1001, 300 * 256])
+@pytest.mark.parametrize(("p", "s"), [("float32", "float32"), ("float64", "float64"), ("float16", "float32")])
+def test_averages_have_numpys_bits(k, p, s, size):
+    average, weights = draw(size, s), draw(size, p)
+    found = []
+    for kernel, place in ((CPU, np.copy), (k, put)):
+        e, w = place(average.copy()), place(weights)
+        kernel.average(e, w, decay=0.99, scratch=kernel.update_scratch(np.dtype(s)))
+        for when in (0, 1):
+            flag = place(np.array(when, np.int64))
+            kernel.average(e, w, decay=0.9, scratch=kernel.update_scratch(np.dtype(s)), when=flag)
+        found.append(host(e).tobytes())
+    assert found[0] == found[1]
 
 
 def test_a_captured_rule_reads_its_numbers_when_it_runs(k):

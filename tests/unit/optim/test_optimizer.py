@@ -27,11 +27,12 @@ def bound(optimizer, shapes=None, dtype=np.float32):
 def test_slots():
     assert optim.SGD(0.1).slots == ()
     assert optim.SGD(0.1, momentum=0.9).slots == ("momentum",)
-    assert optim.Adam(0.1).slots == optim.AdamW(0.1).slots == ("mean", "variance")
+    assert optim.Adam(0.1).slots == optim.AdamW(0.1).slots == optim.LAMB(0.1).slots == ("mean", "variance")
+    assert optim.Lion(0.1).slots == ("momentum",)
 
 
 def test_prepare_needs_no_sums():
-    for optimizer in (optim.SGD(0.1), optim.Adam(0.1), optim.AdamW(0.1)):
+    for optimizer in (optim.SGD(0.1), optim.Adam(0.1), optim.AdamW(0.1), optim.Lion(0.1)):
         layout, _ = bound(optimizer)
         assert optimizer.prepare(np.zeros(layout.trainable_size), 0, layout.trainable_size, 1.0) is None
 

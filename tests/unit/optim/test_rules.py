@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW against formulas that are written out here, one parameter at a time."""
+"""SGD, Adam, AdamW, Lion and LAMB against formulas that are written out here, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ SHAPES = {
 
 
 class Reference:
-    """PyTorch's rules in float64, parameter by parameter, as its documentation states them."""
+    """The rules in float64, parameter by parameter: SGD and Adam as PyTorch's documentation states them, Lion and LAMB
+    as their papers do."""
 
-    def __init__(self, optimizer, layout, weights):
-        self.optimizer, self.layout = optimizer, layout
+    def __init__(self, optimizer, layout, weights, clip=np.inf):
+        self.optimizer, self.layout, self.clip = optimizer, layout, clip
         self.weights = {e.name: layout.view(host(weights), e.name).astype(float) for e in layout.trainable}
         self.buffers, self.moments, self.steps = {}, {}, {}
 
@@ -40,7 +41,9 @@ class Reference:
                         factor = group.lr_factor
                         decay = decay if group.weight_decay is None else group.weight_decay
                         break
-                g = self.layout.view(host(gradients), name).astype(float) * scale
+                g = np.clip(
+                    self.layout.view(host(gradients), name).astype(float) * scale, -self.clip, self.clip
+                )
                 getattr(self, type(self.optimizer).__name__.lower())(name, g, lr * factor, decay)
 
     def sgd(self, name, g, lr, decay):
@@ -57,6 +60,25 @@ class Reference:
     def adamw(self, name, g, lr, decay):
         self.weights[name] = self.weights[name] * (1 - lr * decay)
         self._adam(name, g, lr)
+
+    def lion(self, name, g, lr, decay):
+        b1, b2 = self.optimizer.betas
+        m = self.buffers.get(name, np.zeros_like(g))
+        direction = np.sign(b1 * m + (1 - b1) * g)
+        self.weights[name] = self.weights[name] - lr * (direction + decay * self.weights[name])
+        self.buffers[name] = b2 * m + (1 - b2) * g
+
+    def lamb(self, name, g, lr, decay):
+        b1, b2 = self.optimizer.betas
+        m, v = self.moments.get(name, (np.zeros_like(g), np.zeros_like(g)))
+        t = self.steps[name] = self.steps.get(name, 0) + 1
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        self.moments[name] = m, v
+        p = self.weights[name]
+        u = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + self.optimizer.eps) + decay * p
+        own, step = np.linalg.norm(p.ravel()), np.linalg.norm(u.ravel())
+        plain = name in self.optimizer.unscaled or own == 0 or step == 0
+        self.weights[name] = p - lr * (1 if plain else own / step) * u
 
     def _adam(self, name, g, lr):
         b1, b2 = self.optimizer.betas
@@ -77,6 +99,11 @@ RULES = {
     "adam": lambda **k: optim.Adam(0.01, **k),
     "adam betas": lambda **k: optim.Adam(0.01, betas=(0.5, 0.9), eps=1e-3, **k),
     "adamw": lambda **k: optim.AdamW(0.01, **k),
+    "lion": lambda **k: optim.Lion(0.01, **k),
+    "lamb": lambda **k: optim.LAMB(0.01, **k),
+    "lamb unscaled": lambda **k: optim.LAMB(
+        0.01, betas=(0.5, 0.9), eps=1e-3, unscaled=["a.bias", "b.weight"], **k
+    ),
 }
 
 
@@ -108,6 +135,63 @@ def test_rule(rule, decay, groups, dtype, tolerance):
     for array in optimizer.state.values():
         assert not host(array)[layout.padding(layout.trainable_size)].any()
     assert (optimizer.updates == 12).all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(np.float64, 1e-12), (np.float32, 2e-5)])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("rule", RULES)
+def test_elements_of_the_gradient_are_cut(rule, decay, dtype, tolerance):
+    """Averaged first, then cut, then decayed: also for SGD without momentum, which folds its factors."""
+    optimizer = RULES[rule](weight_decay=decay)
+    layout, weights = bound(optimizer, dtype)
+    reference, rng = Reference(optimizer, layout, weights, clip=0.05), np.random.default_rng(1)
+    for _ in range(5):
+        gradient = put(layout.filled(rng, dtype, trainable_only=True))
+        optimizer.apply(gradient, 0, layout.trainable_size, scale=1 / 8, lr=0.1, clip_value=0.05)
+        optimizer.finish_update()
+        reference.update(gradient, 1 / 8, 0.1)
+    for entry in layout.trainable:
+        new, expected = layout.view(host(weights), entry.name), reference.weights[entry.name]
+        assert new.size == 0 or np.abs(new - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("groups", [(), GROUPS], ids=["one group", "groups"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numbers_in_memory_give_the_bits_of_apply(rule, groups, dtype):
+    """What a captured graph calls, by ranges too; and nothing at all where the update is not to be applied."""
+    results = []
+    for captured in (False, True):
+        optimizer = RULES[rule](weight_decay=0.1, groups=groups)
+        layout, weights = bound(optimizer, dtype)
+        size, rng = layout.trainable_size, np.random.default_rng(1)
+        optimizer.prepare_captured()
+        for t in range(4):
+            gradient = put(layout.filled(rng, dtype, trainable_only=True))
+            if not captured:
+                optimizer.apply(gradient, 0, size, scale=0.3, lr=0.01, clip_value=0.2)
+            else:
+                before = [host(a).copy() for a in (weights, *optimizer.state.values())]
+                for when in (0, 1):
+                    numbers = put(optimizer.numbers(0.01))
+                    options = {"scale": put(np.float64(0.3)), "numbers": numbers, "when": put(np.int64(when))}
+                    options["clip_value"] = 0.2
+                    if t % 2 and optimizer.needs_sums:
+                        ranges = [(4096, size), (0, 4096)]
+                        table = xp.zeros((optimizer.rows(0, size).stop, 2))
+                        for start, stop in ranges:
+                            part = optimizer.prepare_range_captured(gradient, start, stop, **options)
+                            table[optimizer.rows(start, stop)] = part
+                        for start, stop in ranges:
+                            optimizer.apply_captured(gradient, start, stop, sums=table, **options)
+                    else:
+                        optimizer.apply_captured(gradient, 0, size, **options)
+                    if not when:
+                        after = [host(a) for a in (weights, *optimizer.state.values())]
+                        assert all(a.tobytes() == b.tobytes() for a, b in zip(before, after))
+            optimizer.finish_update()
+        results.append([weights.tobytes(), *(a.tobytes() for a in optimizer.state_arrays().values())])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("groups", [(), GROUPS], ids=["one group", "groups"])
@@ -158,11 +242,29 @@ def test_any_partition_gives_equal_bits(rule, groups, pattern):
             gradient = put(layout.filled(rng, np.float32, trainable_only=True))
             parts = list(pairwise(edges))
             cuts.shuffle(parts)
+            sums = prepared(optimizer, layout, gradient, cuts, (0, 1, 2, 2)[cut], scale=0.3, used=used)
             for start, stop in parts:
-                optimizer.apply(gradient, start, stop, scale=0.3, lr=0.01, used=used)
+                optimizer.apply(gradient, start, stop, scale=0.3, lr=0.01, used=used, sums=sums)
             optimizer.finish_update(used)
         results.append([weights.tobytes(), *(a.tobytes() for a in optimizer.state_arrays().values())])
     assert results[0] == results[1] == results[2] == results[3]
+
+
+def prepared(optimizer, layout, gradient, random, cuts, **options):
+    """Return the sums of ranges that owners of whole spans bring, as a placement puts them together."""
+    if not optimizer.needs_sums:
+        assert optimizer.prepare(gradient, 0, layout.trainable_size, **options) is None
+        assert optimizer.rows(0, layout.trainable_size) == slice(0, 0)
+        return None
+    spans = layout.trainable_size // layout.SPAN
+    inner = np.sort(random.choice(np.arange(1, spans), size=min(cuts, spans - 1), replace=False))
+    edges = [0, *(inner * layout.SPAN).tolist(), layout.trainable_size]
+    table = xp.zeros((optimizer.rows(0, layout.trainable_size).stop, 2))
+    parts = list(pairwise(edges))
+    random.shuffle(parts)
+    for start, stop in parts:
+        table[optimizer.rows(start, stop)] = optimizer.prepare(gradient, start, stop, **options)
+    return table
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -177,7 +279,9 @@ def test_frozen_zone_is_untouched(rule):
     assert all(array.shape == (layout.trainable_size,) for array in optimizer.state.values())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule != "lamb unscaled"]
+)  # it names what is not there
 @pytest.mark.parametrize("shapes", [{"p": (0,)}, {"p": ()}, {}], ids=["only empty", "0-d", "nothing"])
 def test_odd_sizes(rule, shapes):
     optimizer = RULES[rule](weight_decay=0.1)
@@ -189,7 +293,7 @@ def test_odd_sizes(rule, shapes):
     assert optimizer.updates.tolist() == [2] * len(shapes) and np.isfinite(host(weights)).all()
 
 
-@pytest.mark.parametrize("rule", ["momentum", "adam"])
+@pytest.mark.parametrize("rule", ["momentum", "adam", "lion", "lamb"])
 def test_half_weights_keep_their_state_in_float32(rule):
     optimizer = RULES[rule]()
     layout, weights = bound(optimizer, np.float16)
@@ -198,7 +302,8 @@ def test_half_weights_keep_their_state_in_float32(rule):
     optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.01)
     assert {array.dtype for array in optimizer.state.values()} == {np.dtype(np.float32)}
     assert np.isfinite(host(weights)).all()
-    assert np.abs(host(weights) - host(before)).max() <= 0.012  # 0.01 and the rounding of float16
+    if rule != "lamb":  # whose steps are as long as the weights
+        assert np.abs(host(weights) - host(before)).max() <= 0.012  # 0.01 and the rounding of float16
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -250,11 +355,20 @@ TORCH = {
         [0.1257631146012814, -2.4267397297570117, 0.34043392175826304],
     ),
 }
+# The same updates from optax 0.2.8 in float64: optax.lion(**arguments), optax.lamb(**arguments).
+OPTAX = {
+    "lion": ("Lion", {"lr": 0.1}, [0.1501916387071211, -2.61804244457664, 0.46525452337336104]),
+    "lamb": (
+        "LAMB",
+        {"lr": 0.1, "betas": (0.8, 0.99), "eps": 1e-06},
+        [-0.7266388722527239, -2.7952963843789322, 0.26082239293911774],
+    ),
+}
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_constants_from_pytorch(name):
-    kind, arguments, expected = TORCH[name]
+@pytest.mark.parametrize("name", [*TORCH, *OPTAX])
+def test_constants_from_pytorch_and_optax(name):
+    kind, arguments, expected = {**TORCH, **OPTAX}[name]
     optimizer = getattr(optim, kind)(weight_decay=0.1, **arguments)
     layout, weights = bound(optimizer, np.float64, {"p": (3,)})
     weights[:3] = put([1, -2, 0.5])
@@ -264,3 +378,56 @@ def test_constants_from_pytorch(name):
         optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=optimizer.lr)
         optimizer.finish_update()
     np.testing.assert_allclose(host(weights[:3]), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("sign", [1, -1, 0])
+def test_the_first_step_of_lion_is_the_rate(sign):
+    optimizer = optim.Lion(0.1)
+    layout, weights = bound(optimizer, np.float64, {"p": (300,)})
+    before = host(weights).copy()
+    optimizer.apply(xp.full(layout.trainable_size, 1e-30 * sign), 0, layout.trainable_size, scale=1.0, lr=0.1)
+    assert (host(weights) == before - 0.1 * sign).all()
+
+
+def test_the_step_of_lamb_is_as_long_as_the_rate_says():
+    """|new - old| = lr |p| for each parameter, whatever its gradient: what the paper's ratio is for."""
+    optimizer = optim.LAMB(0.1, weight_decay=0.3)
+    layout, weights = bound(optimizer, np.float64)
+    before = host(weights).copy()
+    gradient = put(1e-3 * layout.filled(np.random.default_rng(3), np.float64, trainable_only=True))
+    optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.1)
+    for entry in layout.trainable:
+        old, new = (layout.view(a, entry.name).ravel() for a in (before, host(weights)))
+        assert np.linalg.norm(new - old) == pytest.approx(0.1 * np.linalg.norm(old), rel=1e-12)
+
+
+def test_lamb_where_a_norm_is_0():
+    """r = 1: weights of 0 start to move as by Adam, a parameter without gradient stays."""
+    optimizer = optim.LAMB(0.1, weight_decay=0.0)
+    layout, weights = bound(optimizer, np.float64, {"zero": (5,), "still": (7,)})
+    layout.view(weights, "zero")[...] = 0
+    still = layout.view(host(weights), "still").copy()
+    gradient = xp.zeros(layout.trainable_size)
+    layout.view(gradient, "zero")[...] = 2.0
+    optimizer.apply(gradient, 0, layout.trainable_size, scale=1.0, lr=0.1)
+    np.testing.assert_allclose(layout.view(host(weights), "zero"), -0.1, rtol=1e-6)
+    assert (layout.view(host(weights), "still") == still).all()
+
+
+def test_lamb_on_a_part_needs_the_sums_of_all():
+    optimizer = optim.LAMB(0.1)
+    layout, _ = bound(optimizer, np.float32)
+    gradient = xp.ones(layout.trainable_size, np.float32)
+    with pytest.raises(
+        ValueError, match=r"sums: expected those of all ranges for LAMB on a part .* call prepare"
+    ):
+        optimizer.apply(gradient, 0, layout.SPAN, scale=1.0, lr=0.1)
+
+
+def test_names_that_lamb_leaves_unscaled():
+    with pytest.raises(TypeError, match=r"unscaled: expected a list of name patterns, got '\*.bias'; as in"):
+        optim.LAMB(0.1, unscaled="*.bias")
+    with pytest.raises(
+        ValueError, match=r"unscaled: expected each pattern to fit .* got 'c.\*' which fits none of 6"
+    ):
+        bound(optim.LAMB(0.1, unscaled=["c.*"]), np.float32)

@@ -61,6 +61,16 @@ def adamw():
     )
 
 
+def lamb():
+    return optim.LAMB(
+        lr=0.05, weight_decay=0.1, groups=[optim.Group("*.bias", weight_decay=0.0)], unscaled=["*.bias"]
+    )
+
+
+def lion():
+    return optim.Lion(lr=0.01, weight_decay=0.5)
+
+
 def samples(count=52):
     x = np.random.default_rng(1).normal(size=(count, 6)).astype("float32")
     return x, (np.abs(x).argmax(axis=1) % 4).astype("int64")
@@ -82,6 +92,9 @@ def state_of(trainer):
     """Everything that training changes, as NumPy arrays."""
     trainer.settle()
     arrays = [host(trainer.parallel.weights), *map(host, trainer.optimizer.state_arrays().values())]
+    average = trainer.parallel._replica.average
+    if average is not None:
+        arrays.append(host(average.array))
     return arrays + [host(buffer.data) for buffer in trainer.parallel.buffers.values()]
 
 
@@ -106,6 +119,15 @@ CASES = [
         },
     ),
     (mlp, sgd, {"precision": "float64"}),
+    (mlp, lamb, {"clip_norm": 0.5, "ema": 0.9}),
+    (normed, lamb, {"precision": "bfloat16", "clip_value": 0.01}),
+    (Net, lion, {"accumulate": 3, "clip_value": 0.02}),
+    (mlp, sgd, {"clip_value": 0.01, "clip_norm": 1.0, "ema": 0.75, "precision": "bfloat16"}),
+    (
+        mlp,
+        lambda: optim.LAMB(lr=0.05),
+        {"precision": "float16", "loss_scale": optim.LossScale(initial=2.0**18, interval=4), "ema": 0.9},
+    ),
 ]
 
 

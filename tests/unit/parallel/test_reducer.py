@@ -47,6 +47,18 @@ def test_chunks_are_as_large_as_the_transport_says_unless_the_caller_does():
     assert max(stop - start for start, stop in Reducer(arena, chunk_bytes=1).chunks) == SPAN
 
 
+def test_a_long_buffer_has_larger_chunks_where_ranks_wait_at_each():
+    arena = GradientArena({"w": (100 * SPAN,)}, comm=SoloCommunicator())
+    arena.comm.chunk_bytes = 2 * SPAN * 4
+    few = Reducer(arena).chunks
+    arena.comm.most_chunks = 10
+    larger = Reducer(arena).chunks
+    assert max(stop - start for start, stop in few) == 2 * SPAN and len(few) > 50
+    assert max(stop - start for start, stop in larger) == 10 * SPAN and len(larger) <= 12
+    arena.comm.most_chunks = 1000
+    assert Reducer(arena).chunks == few
+
+
 @given(st.permutations(list(SHAPES)), st.integers(0, len(SHAPES)))
 def test_chunks_start_in_index_order_whatever_the_order_of_announcements(names, announced):
     comm, _arena, reducer = make()

@@ -40,3 +40,24 @@ def test_one_record_carries_both_where_all_ranks_reduce_in_finish(size):
 def test_two_records_where_any_rank_started_before(size):
     assert run(size, lambda comm: reduce_once(comm, early=True)) == [2] * size
     assert run(size, lambda comm: reduce_once(comm, early=comm.rank == 0)) == [2] * size
+
+
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+def test_each_rank_has_the_sums_of_its_own_ranges(placement):
+    def body(comm):
+        arena = mpdp.GradientArena({"w": (50_000,)}, "float32", "cpu", comm=comm)
+        reducer = mpdp.Reducer(arena, chunk_bytes=65536, placement=placement)
+        arena["w"][...] = np.arange(50_000) + comm.rank
+        reducer.ready("w")
+        reducer.wait()
+        whole = comm.size * np.arange(50_000) + comm.size * (comm.size - 1) / 2
+        for start, stop in reducer.placement.held:
+            assert np.array_equal(arena["w"][start:stop], whole[start:stop])
+        with pytest.raises(ValueError, match='finish: expected placement="replicated", got'):
+            reducer.finish()
+        return reducer.placement.held
+
+    for size in (2, 3):
+        held = run(size, body)
+        assert sum(stop - start for ranges in held for start, stop in ranges) == 53248
+        assert placement == "sharded" or held[1:] == [()] * (size - 1)

@@ -43,10 +43,13 @@ def kind(output, target):
             ValueError,
             r"precision: expected one of float32, float64, tf32, bfloat16, float16, got 'int8'",
         ),
-        ({"placement": "x"}, ValueError, r"placement: expected \"replicated\", got 'x'"),
+        ({"placement": "x"}, ValueError, "placement: expected one of replicated, root, sharded, got 'x'"),
         ({"accumulate": 0}, ValueError, r"accumulate: expected an integer of 1 or more, got 0"),
         ({"accumulate": 1.5}, ValueError, r"accumulate: expected an integer of 1 or more, got 1.5"),
         ({"clip_norm": 0}, ValueError, r"clip_norm: expected a number above 0, or None, got 0"),
+        ({"clip_value": -1.0}, ValueError, r"clip_value: expected a number above 0, or None, got -1.0"),
+        ({"ema": 1.0}, ValueError, r"ema: expected a number between 0 and 1, got 1.0; 0.999 is usual"),
+        ({"ema": "0.9"}, TypeError, r"ema: expected a number between 0 and 1, got '0.9'"),
         ({"save_every": 5}, ValueError, r"save_every: expected a run_dir to save in, got 5 without one"),
         (
             {"save_every": 0, "run_dir": "x"},
@@ -593,6 +596,24 @@ def test_an_optimizer_with_other_slots_does_not_fit(tmp_path):
     other = trainer(optimizer=optim.SGD(lr=0.1, momentum=0.9), run_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"optimizer keeps \[\] there, \['momentum'\] here"):
         other.resume(path)
+
+
+def test_what_another_schedule_has_learnt_is_left_out(tmp_path, capsys):
+    def run(schedule):
+        return trainer(schedule=schedule, run_dir=tmp_path)
+
+    first = run(optim.ReduceOnPlateau("loss", patience=0, factor=0.5, threshold=10.0))
+    first.fit(dataset(), epochs=3, global_batch_size=6)
+    first.save()
+    assert first.schedule(0) == 0.25
+    again = run(optim.ReduceOnPlateau("loss", patience=5))  # other arguments, the same state
+    assert again.resume() and again.lr == 0.1 * 0.25
+    other = run(optim.Product(optim.StepLR(100), optim.StepLR(200)))
+    assert other.resume() and other.lr == 0.1
+    assert (
+        "warning resume: what the schedule had learnt is left out: schedule: expected"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_batch_may_be_lists():
