@@ -29,12 +29,7 @@ from .cuda_random import CudaRandom
 from .cuda_rows import CudaRows
 from .cuda_rules import CudaRules
 from .cuda_source import THREADS, loop_blocks, types
-<<<<<<< HEAD
-from .cuda_updates import CudaUpdates
 from .precision import is_floating, is_half, wide
-=======
-from .precision import is_floating, wide
->>>>>>> main
 
 _CHUNK_ROWS = 128  # rows that a chunk of a column sum has at least: a small batch takes one launch
 _MOST_CHUNKS = 256
