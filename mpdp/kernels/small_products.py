@@ -24,7 +24,7 @@ _TILES = (  # rows, columns, groups of warps, cycles for each step along the inn
     (32, 64, 4, 47.0),
     (64, 64, 2, 75.0),
 )
-_BACKWARD_TILE = 0  # of them
+_BACKWARD_TILES = _TILES[0], _TILES[-1]
 _JOIN, _JOIN_ELEMENT = 1000.0, 1.5  # cycles to add the parts of a cluster, and for each element of a tile
 _EPILOGUES = {"DEFAULT": 0, "BIAS": 0, "RELU": 1, "RELU_BIAS": 1}
 Tile = tuple[int, int, int]
@@ -108,8 +108,9 @@ def linear_backward(
     """
     rows, outputs = g.shape
     inputs = x.shape[1]
-    inner = outputs if into[0] is not None else 1  # without the gradient of x one block does a tile
-    tile, split, part = shape(rows, inputs, inner, multiprocessors, (_TILES[_BACKWARD_TILE],))
+    tile, split, part = backward_shape(
+        rows, outputs, inputs, into[0] is not None, into[1] is not None, multiprocessors
+    )
     tiles_x = 0 if into[0] is None else _tiles(rows, inputs, tile)
     tiles_weight = 0 if into[1] is None else _tiles(outputs, inputs, tile)
     blocks = tiles_x * split + tiles_weight + (0 if into[2] is None else -(-outputs // 32))
@@ -138,6 +139,29 @@ def linear_backward(
     )  # fmt: skip
 
 
+def backward_shape(
+    rows: int, outputs: int, inputs: int, of_x: bool, of_weight: bool, multiprocessors: int
+) -> tuple[Tile, int, int]:
+    """Return what :func:`shape` returns for the gradient of x, with a tile that suits that of the weight too."""
+    best: Any = None
+    for candidate in _BACKWARD_TILES:
+        *tile, cycles = candidate
+        # Without the gradient of x one block does a tile.
+        _, split, part = shape(rows, inputs, outputs if of_x else 1, multiprocessors, (candidate,))
+        steps = rows * _tiles(outputs, inputs, tile) if of_weight else 0
+        steps += part * split * _tiles(rows, inputs, tile) if of_x else 0
+        longest = max(rows if of_weight else 1, part)
+        cost = -(-steps // (longest * multiprocessors)) * longest * cycles + _joined(tile, split)
+        if best is None or cost < best[0]:
+            best = cost, tuple(tile), split, part
+    return best[1:]
+
+
+def _joined(tile: Any, split: int) -> float:
+    """Return the cycles that the blocks of a cluster need to add their parts."""
+    return _JOIN + _JOIN_ELEMENT * tile[0] * tile[1] if split > 1 else 0.0
+
+
 def shape(
     rows: int, columns: int, inner: int, multiprocessors: int, tiles: tuple[Any, ...] = _TILES
 ) -> tuple[Tile, int, int]:
@@ -149,9 +173,7 @@ def shape(
             part = -(-inner // split // 4) * 4  # a multiple of four floats
             if split > 1 and (part < 16 or part * (split - 1) >= inner):
                 continue
-            cost = -(-count * split // multiprocessors) * cycles * part
-            if split > 1:
-                cost += _JOIN + _JOIN_ELEMENT * tile[0] * tile[1]
+            cost = -(-count * split // multiprocessors) * cycles * part + _joined(tile, split)
             if best is None or cost < best[0]:
                 best = cost, tuple(tile), split, part
     return best[1:]
