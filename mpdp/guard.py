@@ -307,6 +307,7 @@ class Guard:
                 self._leave()
             except BaseException as error:  # atexit would print it and go on
                 self._uncaught(error)
+        self.notice.dismiss()
         self._finalize_mpi()
         self._mark("finished")
 

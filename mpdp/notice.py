@@ -75,6 +75,16 @@ class Notice:
             self._listeners.discard(listener)
         self.sync()
 
+    def dismiss(self) -> None:
+        """End what every :meth:`listen` has begun, at the end of the process. **Local.**
+
+        Python resets handlers of its own before the process is gone, and MPICH's mpirun may send SIGUSR1 until then.
+        """
+        with self._lock:
+            self._listeners.clear()
+            self.number = None
+        self.sync()
+
     def obeyed(self) -> None:
         """Say that the program is about to end as asked; signals change nothing from now on. **Local.**"""
         self._done.set()

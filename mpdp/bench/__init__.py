@@ -35,17 +35,20 @@ def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
     commands = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="{train,placements,all-reduce,contention,memory,faults}"
+        dest="benchmark",
+        required=True,
+        metavar="{train,placements,all-reduce,contention,memory,checkpoint,faults}",
     )
     _add_train(commands)
     _add_placements(commands)
     _add_all_reduce(commands)
     _add_memory(commands)
+    _add_checkpoint(commands)
     _add_contention(commands)
     _add_faults(commands)
     arguments = parser.parse_args(argv)
-    if arguments.benchmark == "memory":
-        return _memory(arguments)
+    if arguments.benchmark in ("memory", "checkpoint"):
+        return _of_the_host(arguments)
     if arguments.benchmark == "faults":
         return _faults(parser, arguments)
     kind = "auto"
@@ -241,11 +244,24 @@ def _add_memory(commands: Any) -> None:
     )
 
 
-def _memory(arguments: argparse.Namespace) -> int:
-    from . import memory
+def _add_checkpoint(commands: Any) -> None:
+    parser = commands.add_parser(
+        "checkpoint", help="how long a save holds training up, and what it leaves behind"
+    )
+    parser.add_argument(
+        "--bytes", type=_sizes, default=None, help="size of the checkpoint, as in 1G (default)"
+    )
+    parser.add_argument("--folder", default=None, help="where it is written (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="64 MiB and fewer rounds")
+    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
 
-    nbytes = arguments.bytes[0] if arguments.bytes else None
-    return memory.run(quick=arguments.quick, nbytes=nbytes, folder=arguments.folder, json_path=arguments.json)
+
+def _of_the_host(arguments: argparse.Namespace) -> int:
+    from . import checkpoint, memory
+
+    nbytes = None if arguments.bytes is None else arguments.bytes[0]
+    run = memory.run if arguments.benchmark == "memory" else checkpoint.run
+    return run(quick=arguments.quick, nbytes=nbytes, folder=arguments.folder, json_path=arguments.json)
 
 
 def _add_all_reduce(commands: Any) -> None:

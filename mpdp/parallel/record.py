@@ -48,6 +48,7 @@ class Kind(IntEnum):
     IN_CALLBACK = 16
     UPDATE = 17
     STATE = 18
+    SAVING = 19
 
 
 _CALLS = {
@@ -60,6 +61,7 @@ _CALLS = {
     Kind.UPDATE: "the update of a step",
     Kind.STATE: "state_dict()",
     Kind.SAVE: "save()",
+    Kind.SAVING: "the end of a save in the background",
     Kind.RESUME: "resume()",
     Kind.SIGNALS: "the end of its updates or evaluation",
     Kind.FIT: "fit()",

@@ -211,6 +211,7 @@ def _loader(
     """Return the loader of one pass in the data set's order, once all ranks agree on it. **Collective.**"""
     comm, world = trainer.world.axis("data"), trainer.world
     exchange(comm, kind, trainer.step_count)
+    trainer.saves.check()
     dataset = together(comm, lambda: check_evaluation(dataset, metrics, ordered=kind is Kind.PREDICT))
     size = global_batch_size if global_batch_size is not None else _BATCH
     compare(

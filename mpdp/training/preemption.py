@@ -93,6 +93,7 @@ def _save(trainer: Trainer) -> str:
     """Save what is not saved yet, and say what was done. **Collective.**"""
     if trainer.run_dir is None:
         return "nothing is saved without a run_dir"
+    trainer.saves.finish()  # one that a thread is writing
     if trainer.position.saved_step == trainer.step_count:
         return "it was saved already"
     return f"saved as {trainer.save()}"

@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ..comm.agreement import on_root
 from ..parallel.record import Kind, exchange
 from ..world import World, init
@@ -105,7 +103,7 @@ class RunFolder:
         """Make the folder, check that it can be written, and open the log.
 
         Args:
-            config: what ``config.json`` holds beside versions and host.
+            config: what ``config.json`` holds, beside what it held at the run's earlier starts.
             keep_rows: rows of an existing log to keep; None starts an empty one.
 
         Raises:
@@ -119,7 +117,9 @@ class RunFolder:
 
     def _open(self, path: Path, config: dict[str, Any], keep_rows: int) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
+        file = path / "config.json"
+        before = _starts(file) if keep_rows else []
+        file.write_text(json.dumps({**config, "before": before}, indent=1) + "\n")
         log = path / "log.jsonl"
         lines = log.read_bytes().splitlines(keepends=True) if keep_rows and log.exists() else []
         kept = lines[:keep_rows]
@@ -181,6 +181,15 @@ class RunFolder:
         self._pending.clear()
 
 
+def _starts(file: Path) -> list[dict[str, Any]]:
+    """Return what ``config.json`` held at the earlier starts of a run that is resumed, the first one first."""
+    try:
+        found = json.loads(file.read_bytes())
+        return [*found.pop("before", []), found]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # it is for readers alone, and somebody may have written there
+
+
 def _write_rest(log: Path, pending: list[str], pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child's copy
@@ -221,15 +230,29 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
     return Path(os.fsdecode(comm.broadcast_bytes(None if made is None else os.fsencode(made))))
 
 
-def versions() -> dict[str, Any]:
-    """Return what a run was made with: command, versions and host. **Local.**"""
+def made_with(world: World) -> dict[str, Any]:
+    """Return what a run is made with: command, versions, ranks, devices and hosts. **Collective.**
+
+    One name a node is gathered, once a run.
+    """
     from .. import __version__
 
+    names = [name.decode() for name in _one_a_node(world)]
+    loaded = {name: sys.modules.get(name) for name in ("numpy", "mpi4py", "cupy")}
     return {
         "command": sys.argv,
         "mpdp": __version__,
-        "numpy": np.__version__,
+        **{name: str(module.__version__) for name, module in loaded.items() if module is not None},
         "python": platform.python_version(),
         "host": platform.node(),
+        "hosts": names,
+        "world_size": world.size,
+        "transport": world.transport,
+        "device": str(world.device),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _one_a_node(world: World) -> list[bytes]:
+    name = platform.node().encode() if world.local_rank == 0 else b""
+    return [found for found in world.axis("data").all_gather_bytes(name) if found]

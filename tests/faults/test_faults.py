@@ -9,6 +9,9 @@ import sys
 import launching
 import pytest
 
+from mpdp.bench.faults.moment import Fault
+from mpdp.bench.faults.trial import SCRIPT
+
 
 def bench(tmp_path, *words, timeout=400.0):
     if launching.mpi() is None:
@@ -52,6 +55,13 @@ def test_the_cost_of_the_checks_can_be_measured(tmp_path):
     assert found["ranks"] == 2 and found["step_us"] > 0 and found["unchecked_step_us"] > 0
     assert len(found["checked_blocks_us"]) == len(found["unchecked_blocks_us"]) == 3
     assert -100 < found["cost_percent"] < 1000
+
+
+@pytest.mark.parametrize("loop", ["fit", "own"])
+def test_where_nothing_is_broken_the_status_is_0(job, tmp_path, loop):
+    """Also where the program has a loop of its own, which listens for signals until its end."""
+    fault = Fault("none", 0, 0, 0.0, loop, str(tmp_path), 60.0)
+    job(SCRIPT, n=3, form="mpdp run", environ=fault.environ()).check()
 
 
 def test_faults_of_a_gpu_end_as_promised(gpu, tmp_path):

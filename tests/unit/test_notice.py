@@ -125,3 +125,12 @@ def test_outside_of_the_main_thread_it_waits_for_sync():
     finally:
         notice.silence(*listeners)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_at_the_end_of_the_process_nobody_listens_any_more(number):
+    notice = Notice()
+    notice.listen(60.0), notice.listen(60.0)
+    os.kill(os.getpid(), number)
+    notice.dismiss()  # what came too late is not sent again: the work is done
+    assert signal.getsignal(number) == signal.SIG_DFL and notice.number is None

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -74,6 +75,28 @@ def test_a_checkpoint_of_that_update_is_not_written_twice(tmp_path):
     assert steps(tmp_path) == [2, 4]
 
 
+def test_a_save_in_the_background_is_waited_for(tmp_path, monkeypatch):
+    own, fails = checkpoint.save_file, []
+
+    def slowly(arrays, path):
+        time.sleep(0.2)
+        if fails:
+            raise OSError(28, "No space left on device")
+        own(arrays, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", slowly)
+    with pytest.raises(Preempted, match="stopped after update 4; it was saved already"):
+        make(tmp_path / "a", Send(3), save_every=2, async_save=True).fit(
+            DATA, updates=10, global_batch_size=8
+        )
+    assert steps(tmp_path / "a") == [2, 4]
+    fails.append(True)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        make(tmp_path / "b", Send(3), save_every=4, async_save=True).fit(
+            DATA, updates=10, global_batch_size=8
+        )
+
+
 def test_without_a_run_dir_nothing_is_saved():
     with pytest.raises(Preempted, match="stopped after update 2; nothing is saved without a run_dir"):
         make(None, Send(1)).fit(DATA, updates=10, global_batch_size=8)
@@ -121,7 +144,7 @@ def test_a_save_that_fails_is_the_error(tmp_path, monkeypatch):
     def write(*arguments):
         raise CheckpointError("checkpoint: expected to write, got a full disk")
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(checkpoint, "write_part", write)
     with pytest.raises(CheckpointError, match="a full disk"):
         make(tmp_path, Send(1)).fit(DATA, updates=10, global_batch_size=8)
 
