@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from .device_memory import DeviceInfo, devices, place
     from .nn import seed
     from .parallel import DataParallel, GradientArena, Layout, Reducer
-    from .training import Callback, CsvWriter, EarlyStopping, TensorBoardWriter, Trainer, new_run_dir
+    from .training import (
+        Callback,
+        CsvWriter,
+        EarlyStopping,
+        TensorBoardWriter,
+        Trainer,
+        best_checkpoint,
+        load_model,
+        new_run_dir,
+    )
     from .world import World, current_world, init
 
 _HOMES = {
@@ -40,9 +49,11 @@ _HOMES = {
     "TensorBoardWriter": "training",
     "Trainer": "training",
     "World": "world",
+    "best_checkpoint": "training",
     "current_world": "world",
     "devices": "device_memory",
     "init": "world",
+    "load_model": "training",
     "new_run_dir": "training",
     "no_grad": "autodiff",
     "place": "device_memory",
@@ -65,11 +76,13 @@ __all__ = [
     "World",
     "__version__",
     "autodiff",
+    "best_checkpoint",
     "current_world",
     "data",
     "devices",
     "errors",
     "init",
+    "load_model",
     "new_run_dir",
     "nn",
     "no_grad",

@@ -18,6 +18,9 @@ Everything else raises a class of this tree::
     |-- CheckpointError         a checkpoint is missing, torn or does not fit
     `-- WorkerError             a worker process of a data set failed or cannot be started
 
+    SystemExit
+    `-- Preempted               a signal has asked the job to end: exit status 75
+
 An error that all ranks raise together carries ``agreed = True``: it was settled by a small
 all-reduce, so no rank is left waiting and a program may catch it on every rank and go on.
 """
@@ -66,7 +69,15 @@ class DisagreementError(MpdpError):
 
 
 class DivergenceError(DisagreementError):
-    """Replicas differ although every input agreed."""
+    """Replicas differ although every input agreed.
+
+    Attributes:
+        root: the rank whose state most ranks share; the lowest of them.
+        repaired: what to say where all ranks have taken it over.
+    """
+
+    root = 0
+    repaired = ""
 
 
 class DeviceError(MpdpError):
@@ -91,6 +102,28 @@ class CheckpointError(MpdpError):
 
 class WorkerError(MpdpError):
     """A worker process of a data set failed, died, or cannot be started."""
+
+
+class Preempted(SystemExit):
+    """SIGTERM or SIGUSR1 has ended the training on all ranks after the same update, in order.
+
+    A ``SystemExit``, so that ``finally`` blocks run and ``except Exception`` does not stop it; not caught, it ends the
+    program with status 75, by which a scheduler or ``mpdp run --max-restarts`` knows that the run may go on.
+
+    Args:
+        message: what came, and what was saved.
+    """
+
+    agreed = True
+    secondary = False
+    STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+    def __init__(self, message: str) -> None:
+        super().__init__(self.STATUS)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def on_all_ranks(error: E) -> E:

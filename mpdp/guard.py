@@ -31,12 +31,14 @@ from . import processes
 from .comm.activity import Activity
 from .errors import LaunchError
 from .launch import Announcement, announced
+from .notice import Notice
 
 if TYPE_CHECKING:
     from .comm.liveness import Ring
 
 MARKS = "MPDP_MARKS"  # a directory in which `mpdp run` looks for the marks of its ranks
 RANK_PROCESS = "MPDP_RANK_PROCESS"  # the process id of the rank, for the processes that it starts
+RESTART = "MPDP_RESTART"  # how often `mpdp run --max-restarts` has started the job again
 DEADLINE = 2.0  # seconds from a reported failure to the end of the job, whatever the program does meanwhile
 SPREAD = 0.15  # seconds for a failure to get round the ring before its rank ends
 TURN = 0.05  # seconds that a rank gives each lower one to report what all may have met
@@ -51,6 +53,7 @@ class Guard:
         activity: what this rank is doing.
         launcher: the process that started the ranks of this node, where it is known.
         ring: the ring, once :func:`mpdp.init` has built it.
+        notice: whether a signal has asked this process to end in order.
     """
 
     def __init__(self) -> None:
@@ -58,10 +61,12 @@ class Guard:
         self.activity = Activity()
         self.launcher: processes.Process | None = None
         self.ring: Ring | None = None
+        self.notice = Notice(self._listens, self._not_obeyed)
         self.met = False
         self.error: BaseException | None = None  # the error that fail() has reported
         self._pid = 0
         self._reported = False
+        self._asks = True  # where the others were says something of this failure
         self._ending = False
         self._finalizes_mpi = False
         self._lock = threading.Lock()
@@ -131,7 +136,8 @@ class Guard:
 
         **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that
         goes is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
-        ``timeout`` seconds a C thread prints the stack and ends the process.
+        ``timeout`` seconds a C thread prints the stack and ends the process. Open MPI's waits as long for a launcher
+        that was killed: then the kernel ends this process.
         """
         guarded = self.announcement is not None and self.announcement.size > 1
         if self._pid == os.getpid() and "mpi4py.MPI" not in sys.modules:
@@ -143,11 +149,13 @@ class Guard:
         if guarded:
             with contextlib.suppress(Exception):  # stderr is closed or is no file
                 faulthandler.dump_traceback_later(timeout, exit=True)
+            processes.end_with(self.launcher)
         try:
             yield
         finally:
             if guarded:
                 faulthandler.cancel_dump_traceback_later()
+                processes.end_with(None)
 
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""
@@ -196,6 +204,12 @@ class Guard:
         self._mark("failed", f"{where}: {text}")
         return True
 
+    def say_others(self) -> None:
+        """Print what the other ranks were doing when this one reported a failure of its own. **Local.**"""
+        others = "" if self.ring is None or not (self._reported and self._asks) else self.ring.others()
+        if others:
+            self._write(f"info the other ranks were then: {others}", "")
+
     def end(self, code: int = 1) -> None:
         """End this process and its job: by ``MPI_Abort`` where MPI runs, else by SIGKILL. Does not return.
 
@@ -205,6 +219,8 @@ class Guard:
             first, self._ending = not self._ending, True
         if not first:
             time.sleep(60)
+        with contextlib.suppress(Exception):
+            self.say_others()
         # A C thread that needs no GIL, in case that what follows blocks with it held.
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -269,6 +285,7 @@ class Guard:
             time.sleep(DEADLINE)
             self.end(code)
         self.error = error
+        self._asks = not getattr(error, "agreed", False)
         try:
             self._report_error(error, thread)
             if self.ring is not None:
@@ -388,11 +405,37 @@ class Guard:
             while data:
                 data = data[os.write(2, data) :]
 
+    def mark(self, kind: str, text: str, rank: int) -> None:
+        """Leave a mark of a rank for ``mpdp run``, where that has started this process. **Local.**"""
+        if self.announcement is not None or RANK_PROCESS not in os.environ:  # not in what a rank has started
+            self._mark(kind, text, rank)
+
+    def _listens(self, taken: bool) -> None:
+        rank = 0 if self.announcement is None else self.announcement.rank
+        if taken:
+            self.mark("listening", "", rank)
+        elif directory := os.environ.get(MARKS):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(directory, f"listening.{rank}"))
+
+    def _not_obeyed(self, number: int) -> None:
+        """End a rank that has not come to the end of an update since a signal. In a thread of its own."""
+        text = f"{signal.Signals(number).name} came, and the update under way has not ended since"
+        if self.ring is not None:
+            self.report(text)
+            self.end(128 + number)
+        with contextlib.suppress(OSError):
+            os.write(2, f"[0/1] error {text}\n".encode())
+        os._exit(128 + number)
+
     def _mark(self, kind: str, text: str = "", rank: int | str | None = None) -> None:
         directory = os.environ.get(MARKS)
-        if not directory or self.announcement is None:
+        if not directory:
             return
-        name = f"{kind}.{self.announcement.rank if rank is None else rank}"
+        if rank is None:
+            assert self.announcement is not None
+            rank = self.announcement.rank
+        name = f"{kind}.{rank}"
         with contextlib.suppress(OSError):  # a host without that folder; rank 0 marks for all
             with open(os.path.join(directory, name + ".part"), "w", encoding="utf-8") as file:
                 file.write(text)

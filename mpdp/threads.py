@@ -138,8 +138,10 @@ class Group:
         try:
             while self._wait():
                 self._look()
+                guard.current.notice.sync()  # handlers of signals are set in the main thread, if this is it
         except BaseException as error:  # a signal's handler has raised in this thread
             self.fail(None, error)
+        guard.current.notice.sync()
         if self.error is not None:
             self._end()
             if self.failed_rank is not None:

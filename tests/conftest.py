@@ -13,15 +13,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launching
 import on_device
+from hypothesis import settings
 
 import mpdp
+from mpdp import guard
 from mpdp.device import Device
+
+# `pytest --hypothesis-profile=long` tries two hundred times as many examples where a test does not say how many.
+settings.register_profile("long", max_examples=20_000, deadline=None)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _world_of_the_tests() -> None:
     """Join the world of this process on the CPU, also where there is a GPU that ``"auto"`` would take."""
     mpdp.init(device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_the_tests() -> Iterator[None]:
+    """Let no trainer with a loop of its own, which a test has left alive, take signals in the tests after it."""
+    yield
+    guard.current.notice._listeners.clear()
+    guard.current.notice.sync()
 
 
 @pytest.fixture

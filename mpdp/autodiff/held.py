@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from .recording import Node
 
 
@@ -41,8 +43,8 @@ def held_bytes(nodes: Iterable[Node], leaves: Iterable[Any] = ()) -> int:
 
 def _memory(array: Any) -> tuple[int, int]:
     """Return address and bytes of the array that owns the memory."""
-    while hasattr(array.base, "dtype"):  # below may lie a memoryview or a map, whose memory is as large
-        array = array.base
+    while type(array.base) is type(array) or isinstance(array.base, np.ndarray):
+        array = array.base  # below may lie a map or a tensor of another library, whose memory is as large
     if hasattr(array, "__cuda_array_interface__"):
         return array.data.ptr, array.nbytes
     return array.__array_interface__["data"][0], array.nbytes

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..cli import outputs
 from ..comm.base import FLOATS, INTEGERS
 from ..device import as_device
 
@@ -34,16 +35,22 @@ def main(argv: Sequence[str]) -> int:
     """Run one benchmark and return the exit status. **Collective** under mpirun."""
     parser = argparse.ArgumentParser(prog="mpdp bench", description="Measure mpdp on this machine.")
     commands = parser.add_subparsers(
-        dest="benchmark", required=True, metavar="{train,placements,all-reduce,contention,memory}"
+        dest="benchmark",
+        required=True,
+        metavar="{train,placements,all-reduce,contention,memory,checkpoint,faults}",
     )
     _add_train(commands)
     _add_placements(commands)
     _add_all_reduce(commands)
     _add_memory(commands)
+    _add_checkpoint(commands)
     _add_contention(commands)
+    _add_faults(commands)
     arguments = parser.parse_args(argv)
-    if arguments.benchmark == "memory":
-        return _memory(arguments)
+    if arguments.benchmark in ("memory", "checkpoint"):
+        return _of_the_host(arguments)
+    if arguments.benchmark == "faults":
+        return _faults(parser, arguments)
     kind = "auto"
     if arguments.device != "auto":
         try:
@@ -119,12 +126,22 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     parser.add_argument("--blocks", type=int, default=None, help="blocks of each side (default: 5)")
     parser.add_argument("--seconds", type=float, default=None, help="length of a block (default: 2)")
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
     parser.add_argument(
-        "--plot", metavar="PATH.png", default=None, help="draw the steps by what their time goes to"
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
     )
     parser.add_argument(
-        "--trace", metavar="PATH", default=None, help="write the last steps of all ranks for ui.perfetto.dev"
+        "--plot",
+        type=outputs.path,
+        metavar="PATH.png",
+        default=None,
+        help="draw the steps by what their time goes to",
+    )
+    parser.add_argument(
+        "--trace",
+        type=outputs.path,
+        metavar="PATH",
+        default=None,
+        help="write the last steps of all ranks for ui.perfetto.dev",
     )
     parser.add_argument(
         "--losses",
@@ -222,14 +239,29 @@ def _add_memory(commands: Any) -> None:
     )
     parser.add_argument("--folder", default=None, help="where it is written (default: the temporary folder)")
     parser.add_argument("--quick", action="store_true", help="an array of 64M")
+    parser.add_argument(
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
+    )
+
+
+def _add_checkpoint(commands: Any) -> None:
+    parser = commands.add_parser(
+        "checkpoint", help="how long a save holds training up, and what it leaves behind"
+    )
+    parser.add_argument(
+        "--bytes", type=_sizes, default=None, help="size of the checkpoint, as in 1G (default)"
+    )
+    parser.add_argument("--folder", default=None, help="where it is written (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="64 MiB and fewer rounds")
     parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
 
 
-def _memory(arguments: argparse.Namespace) -> int:
-    from . import memory
+def _of_the_host(arguments: argparse.Namespace) -> int:
+    from . import checkpoint, memory
 
-    nbytes = arguments.bytes[0] if arguments.bytes else None
-    return memory.run(quick=arguments.quick, nbytes=nbytes, folder=arguments.folder, json_path=arguments.json)
+    nbytes = None if arguments.bytes is None else arguments.bytes[0]
+    run = memory.run if arguments.benchmark == "memory" else checkpoint.run
+    return run(quick=arguments.quick, nbytes=nbytes, folder=arguments.folder, json_path=arguments.json)
 
 
 def _add_all_reduce(commands: Any) -> None:
@@ -260,9 +292,15 @@ def _add_all_reduce(commands: Any) -> None:
         "--tune", action="store_true", help="measure the sizes that transports are cut by, and keep them"
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
-    parser.add_argument("--json", metavar="PATH", default=None, help="write one JSON object; - is stdout")
     parser.add_argument(
-        "--plot", metavar="PATH.png", default=None, help="draw time and bandwidth against size"
+        "--json", type=outputs.path, metavar="PATH", default=None, help="write one JSON object; - is stdout"
+    )
+    parser.add_argument(
+        "--plot",
+        type=outputs.path,
+        metavar="PATH.png",
+        default=None,
+        help="draw time and bandwidth against size",
     )
 
 
@@ -277,11 +315,14 @@ def _add_contention(commands: Any) -> None:
     extent.add_argument("--full", action="store_true", help="all arms, however long it takes")
     parser.add_argument(
         "--json",
+        type=outputs.path,
         metavar="PATH",
         default=None,
         help="write one JSON object, and PATH.samples.jsonl; - is stdout",
     )
-    parser.add_argument("--plot", metavar="PATH.png", default=None, help="draw rates, latencies and steps")
+    parser.add_argument(
+        "--plot", type=outputs.path, metavar="PATH.png", default=None, help="draw rates, latencies and steps"
+    )
     parser.add_argument(
         "--torch-python", metavar="PATH", default=None, help="a Python that has PyTorch, if this one has not"
     )
@@ -297,6 +338,58 @@ def _contention(arguments: argparse.Namespace) -> int:
         json_path=arguments.json,
         plot_path=arguments.plot,
         torch_python=arguments.torch_python,
+    )
+
+
+def _add_faults(commands: Any) -> None:
+    parser = commands.add_parser("faults", help="break short trainings in every known way, see how they end")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    parser.add_argument("--quick", action="store_true", help="a dozen faults")
+    parser.add_argument(
+        "--cost", action="store_true", help="measure instead what checks cost a step of mlp; under a launcher"
+    )
+    parser.add_argument("--trials", type=_at_least_one, default=None, help="faults (default: 320)")
+    parser.add_argument("--seconds", type=float, default=None, help="after which no fault is begun")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=None, help="as in kill,stopped")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="one more Python, with another MPI"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        default=None,
+        help="write one JSON object, and PATH.rows.jsonl, from which it goes on; - is stdout",
+    )
+
+
+def _faults(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.cost:
+        from .faults import cost
+
+        return cost.run(quick=arguments.quick, json_path=arguments.json)
+    from .. import guard
+    from .faults import command
+    from .faults.kinds import KINDS
+
+    announcement = guard.current.announcement
+    if announcement is not None and announcement.size > 1:
+        parser.error(
+            f"faults: expected no launcher, got one of {announcement.size} ranks; it starts its jobs itself"
+        )
+
+    for name in arguments.kinds or ():
+        if name not in KINDS:
+            parser.error(f"--kinds: expected some of {','.join(KINDS)}, got {name!r}")
+    return command.run(
+        device=arguments.device,
+        quick=arguments.quick,
+        trials=arguments.trials,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        kinds=arguments.kinds,
+        pythons=arguments.python,
+        json_path=arguments.json,
     )
 
 

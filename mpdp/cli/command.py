@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..cores import VARIABLES
+from ..guard import RESTART
 from .mpi_library import MpiLibrary
 
-_CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES")
+_CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "MPI4PY_LIBMPI", "CUDA_VISIBLE_DEVICES", RESTART)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ need neither MPI nor a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 2 for a usage error.
     """
+    with contextlib.suppress(AttributeError, ValueError):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
         sys.stderr.write(_USAGE)

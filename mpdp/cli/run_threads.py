@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
+from .. import guard
 from ..threads import Group, prepare
 
 INTERRUPTED = 130
@@ -70,6 +71,7 @@ def _report(group: Group, error: BaseException) -> int:
     body = "" if interrupted else "".join(traceback.format_exception(error))
     sys.stderr.write(f"{where}{what}\n{body}")
     sys.stderr.flush()
+    guard.current.mark("failed", f"in step {group.step()}: {what}", group.failed_rank or 0)
     return INTERRUPTED if interrupted else 1
 
 

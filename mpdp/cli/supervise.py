@@ -2,7 +2,9 @@
 
 Owns the launcher's process and the folder of marks. A rank writes ``started.R`` when it imports mpdp,
 ``failed.R`` when it reports, ``finished.R`` at its orderly end (:mod:`mpdp.guard`); rank 0 writes
-``finished.all`` when all have said that they are done, for hosts that do not share the folder.
+``finished.all`` when all have said that they are done, for hosts that do not share the folder. A training writes
+``listening.R`` while a signal asks it to save and end, ``updated.R`` behind its first update, and ``saved.R`` with the
+step of a checkpoint that is whole. What comes after a job that failed is :mod:`.restarts`'s part.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ..guard import MARKS, RANK_PROCESS
+from ..guard import MARKS, RANK_PROCESS, RESTART
 from ..processes import Process, node_name
 from .command import Command
 
@@ -42,12 +44,16 @@ class Marks:
         failed: ranks that have reported -> where and what, the first one first.
         finished: ranks at their orderly end.
         all_finished: rank 0 says that all are.
+        updated: a rank has done its first update.
+        saved: the step of the newest checkpoint that was written, or None.
     """
 
     started: dict[int, Process | None]
     failed: dict[int, str]
     finished: set[int]
     all_finished: bool
+    updated: bool = False
+    saved: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Marks:
@@ -65,6 +71,10 @@ class Marks:
                 marks.failed[int(rank)] = path.read_text(encoding="utf-8")
             elif rank.isdigit() and kind == "finished":
                 marks.finished.add(int(rank))
+            elif rank.isdigit() and kind == "updated":
+                marks.updated = True
+            elif rank.isdigit() and kind == "saved":
+                marks.saved = int(path.read_text(encoding="utf-8"))
         return marks
 
     def lost(self) -> list[int]:
@@ -84,6 +94,21 @@ class Marks:
         return sorted(set(range(n)) - self.finished)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a job has ended. **Local.**
+
+    Attributes:
+        status: its exit status.
+        ordered: this process was told by a signal to end it.
+        marks: what its ranks have written.
+    """
+
+    status: int
+    ordered: bool
+    marks: Marks
+
+
 def verdict(status: int, marks: Marks, n: int) -> int:
     """Return the job's exit status: 0 only if the launcher says so and every rank has finished. **Local.**"""
     if status < 0:
@@ -92,14 +117,16 @@ def verdict(status: int, marks: Marks, n: int) -> int:
 
 
 def supervise(command: Command, n: int) -> int:
+    """Run a job to its end and return its exit status. **Local.** See :func:`watch`."""
+    return watch(command, n).status
+
+
+def watch(command: Command, n: int) -> Ended:
     """Run a job to its end. **Local.**
 
     Args:
         command: the line that starts it.
         n: its ranks.
-
-    Returns:
-        Its exit status.
     """
     folder = Path(tempfile.mkdtemp(prefix="mpdp-run-"))
     try:
@@ -159,13 +186,13 @@ class _Job:
         self.command, self.n, self.folder = command, n, folder
         self.signals: list[int] = []
         self.interrupts = 0
-        self.signalled = self.told = False
+        self.signalled = self.ordered = self.told = self.asked = False
         self.lost_since: float | None = None
         self.failed_since: float | None = None
         self.ending_since: float | None = None
         self.marks = Marks({}, {}, set(), False)
 
-    def run(self) -> int:
+    def run(self) -> Ended:
         names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
         before = {name: signal.signal(name, self._note) for name in names}
         try:
@@ -190,11 +217,12 @@ class _Job:
 
     def _environ(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
-        return {**inherited, **self.command.settings, MARKS: str(self.folder)}
+        return {**inherited, RESTART: "0", **self.command.settings, MARKS: str(self.folder)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         self.signalled = True
+        self.ordered = self.ordered or number != signal.SIGUSR2  # that one is the program's own
         self._forward()
 
     def _forward(self) -> None:
@@ -206,8 +234,16 @@ class _Job:
                 self._kill()
             elif number == signal.SIGHUP or self.interrupts == 2:
                 self._end()
+            elif number == signal.SIGTERM and self._listen():
+                # Open MPI's mpirun kills its ranks half a second after SIGTERM, and forwards this one.
+                self.process.send_signal(signal.SIGUSR1)
             else:
                 self.process.send_signal(number)
+
+    def _listen(self) -> bool:
+        """Return whether the ranks save and end when they get a signal."""
+        self.asked = self.asked or any(self.folder.glob("listening.*"))
+        return self.asked
 
     def _look(self, now: float) -> None:
         if self.ending_since is not None:
@@ -244,7 +280,7 @@ class _Job:
                 with contextlib.suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
 
-    def _conclude(self, status: int) -> int:
+    def _conclude(self, status: int) -> Ended:
         self.ends.wait(0)
         self.ends.close()
         marks = Marks.read(self.folder)
@@ -261,7 +297,7 @@ class _Job:
         for rank, what in itertools.islice(marks.failed.items(), 1):
             # Once more below what the launcher has to say, and because Open MPI's drops output at times.
             self._say(f"rank {rank} failed {what}")
-        return code
+        return Ended(code, self.ordered, marks)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk behind stderr

@@ -36,6 +36,11 @@ def main(fd: int, parent: int) -> None:
         parent: process id of the rank.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank's part
+    for number in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # also its part; a program that we start does not inherit this
+        signal.signal(number, lambda number, frame: None)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     link = Connection(fd)
     try:

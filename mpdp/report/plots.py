@@ -6,6 +6,7 @@ Reads ``log.jsonl`` of run folders and nothing else. Needs matplotlib, which is 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         ValueError: no log there, or a line that is no row.
     """
     path = folder / "log.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also where a name is too long
         raise ValueError(
             f"RUN_DIR: expected the folder of a run with log.jsonl, got {folder}; pass its run_dir"
         )

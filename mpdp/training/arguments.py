@@ -38,6 +38,8 @@ def check(
     plans: Any,
     save_every: Any,
     keep: Any,
+    keep_best: Any,
+    best_mode: Any,
     run_dir: Any,
     callbacks: Any,
     clip_value: Any,
@@ -84,6 +86,16 @@ def check(
         raise ValueError(
             f"save_every: expected a run_dir to save in, got {save_every} without one; pass run_dir="
         )
+    if keep_best is not None:
+        if not isinstance(keep_best, str):
+            raise TypeError(
+                f"keep_best: expected a name such as 'validation_loss', got {keep_best!r}; pass a str"
+            )
+        if run_dir is None:
+            raise ValueError(
+                f"keep_best: expected a run_dir to save in, got {keep_best!r} without one; pass run_dir="
+            )
+        mode_of("best_mode", keep_best, best_mode)
     if not _whole(seed):
         raise ValueError(f"seed: expected an integer, got {seed!r}; pass a fixed number")
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
@@ -95,6 +107,12 @@ def check(
         raise TypeError(f"callbacks: expected a list, got {type(callbacks).__name__}; pass [callback]")
     if run_dir is not None and not isinstance(run_dir, (str, os.PathLike)):
         raise TypeError(f"run_dir: expected a path, got {type(run_dir).__name__}; pass a str or Path")
+    if run_dir is not None:
+        path = os.fspath(run_dir)
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise ValueError(
+                f"run_dir: expected a path, got {path!r}; pass a str that is not empty and holds no zero byte"
+            )
     for callback in callbacks:
         if isinstance(callback, type):
             raise TypeError(
@@ -107,6 +125,21 @@ def check(
                     f"callbacks: expected objects with the methods of mpdp.Callback, got {type(callback).__name__} "
                     f"without {method}; derive it from mpdp.Callback"
                 )
+
+
+def mode_of(argument: str, metric: str, mode: Any) -> str:
+    """Return whether the lowest or the highest value of a metric is best: ``"min"`` or ``"max"``. **Local.**
+
+    Raises:
+        ValueError: not said, and the metric is neither a loss nor a perplexity.
+    """
+    if mode is None and (metric.endswith("loss") or metric == "perplexity"):
+        return "min"
+    if mode not in ("min", "max"):
+        raise ValueError(
+            f'{argument}: expected "min" or "max" beside metric {metric!r}, got {mode!r}; say which is better'
+        )
+    return str(mode)
 
 
 def learning_rate(optimizer: Optimizer, schedule: Any, step: int) -> float:
@@ -128,6 +161,14 @@ def check_graph(graph: Any, world: World) -> None:
     """Refuse to require graphs where there are none. **Local.**"""
     if graph is True and world.device.kind == "cpu":
         raise ValueError('graph: expected "auto" or False on a CPU, got True; a GPU alone has graphs')
+
+
+def check_policy(on_divergence: Any) -> None:
+    """Refuse what is to be done about replicas that differ, if it is unknown. **Local.**"""
+    if on_divergence not in ("stop", "repair"):
+        raise ValueError(
+            f'on_divergence: expected "stop" or "repair", got {on_divergence!r}; leave it out to stop'
+        )
 
 
 def cast(model: Module, precision: str, world: World) -> None:
@@ -216,6 +257,8 @@ def settings(trainer: Trainer) -> dict[str, Any]:
         "seed": trainer.seed,
         "plans": trainer.plans,
         "save_every": trainer.save_every,
+        "keep_best": None if trainer.keep_best is None else f"{trainer.best_mode} of {trainer.keep_best}",
+        "async_save": trainer.async_save,
         "callbacks": len(trainer.callbacks),
     }
 

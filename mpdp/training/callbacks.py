@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ..errors import on_all_ranks
+from .arguments import mode_of
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -45,6 +46,29 @@ class Callback:
         printed already.
         """
 
+    def state_dict(self) -> Any:
+        """Return what a checkpoint is to hold of this callback; None for nothing.
+
+        Dicts with text keys, lists, text, numbers and NumPy arrays, in one another. Called on every rank whenever a
+        checkpoint is taken; rank 0's is kept, so what differs between ranks has to be gathered here.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up what :meth:`state_dict` returned, on every rank, at the end of ``resume()``; tuples are lists now."""
+
+
+def check_metric(argument: str, metric: str, row: dict[str, Any]) -> None:
+    """Refuse a metric that the history's newest row has not. **Local**, with the same outcome on all ranks."""
+    if metric not in row:
+        known = ", ".join(key for key in row if key not in ("epoch", "step"))
+        raise on_all_ranks(
+            KeyError(
+                f"{argument}: expected one of {known} in the history, got {metric!r}; "
+                "pass it to fit in metrics=, or validation="
+            )
+        )
+
 
 class EarlyStopping(Callback):
     """Stop when a metric has not become better for some epochs.
@@ -74,12 +98,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         mode: str | None = None,
     ) -> None:
-        if mode is None and (metric.endswith("loss") or metric == "perplexity"):
-            mode = "min"
-        if mode not in ("min", "max"):
-            raise ValueError(
-                f'mode: expected "min" or "max" beside metric {metric!r}, got {mode!r}; say which is better'
-            )
+        mode = mode_of("mode", metric, mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ValueError(
                 f"patience: expected an integer of 1 or more, got {patience!r}; it counts epochs"
@@ -100,14 +119,7 @@ class EarlyStopping(Callback):
     def on_epoch(self, trainer: Trainer) -> None:
         """Ask to stop if the last ``patience`` epochs brought nothing better."""
         rows = trainer.history
-        if self.metric not in rows[-1]:
-            known = ", ".join(key for key in rows[-1] if key not in ("epoch", "step"))
-            raise on_all_ranks(
-                KeyError(
-                    f"metric: expected one of {known} in the history, got {self.metric!r}; "
-                    "pass it to fit in metrics=, or validation="
-                )
-            )
+        check_metric("metric", self.metric, rows[-1])
         self.best, self.best_epoch = None, 0
         for row in rows:
             if self.metric not in row:  # an earlier call of fit had other metrics

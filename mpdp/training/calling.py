@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.base import Communicator
 from ..parallel.record import Kind, exchange
+from .preemption import note_save
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -33,6 +34,8 @@ def call_back(trainer: Trainer, method: str, *arguments: Any) -> None:
         Exception: what a callback raises, with a note that names it.
         DisagreementError: on all ranks, where one calls a collective alone.
     """
+    if method == "on_checkpoint":
+        note_save(trainer, *arguments)
     for callback in trainer.callbacks:
         with told(callback, method, trainer), _announced(trainer):
             getattr(callback, method)(trainer, *arguments)

@@ -27,6 +27,7 @@ from ..nn import Gather, Module
 from ..nn.metrics import finished, metric_name
 from ..parallel.forms import split_loss
 from ..parallel.record import Kind, exchange
+from . import preemption
 from .gathering import Rows
 
 if TYPE_CHECKING:
@@ -116,10 +117,12 @@ def evaluate(
     batches: Iterable[Sequence[MicroBatch]],
     metrics: Sequence[Metric],
 ) -> Tally:
-    """Run the model over this rank's shares and tally them. **Local.**"""
+    """Run the model over this rank's shares and tally them; a signal breaks it off. **Local.**"""
     tally = Tally(metrics)
     with no_grad():
         for parts in batches:
+            if preemption.asked():
+                break
             for part in parts:
                 if part.count:
                     output = forward(part)
@@ -137,6 +140,7 @@ def run(
     loader = _loader(trainer, Kind.EVALUATE, dataset, metrics, global_batch_size)
     with _evaluated(trainer, ema), closing(OnePass(loader)) as stream:
         tally = evaluate(trainer.eager.forward, trainer.loss_function, stream, metrics)
+    preemption.obey(trainer)
     stream.compare(comm)
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
     return tally.reduced(comm)
@@ -151,6 +155,8 @@ def predict(
     rows, tree = Rows("predict"), ""
     with _evaluated(trainer, ema), no_grad(), closing(OnePass(loader)) as stream:
         for parts in stream:
+            if preemption.asked():
+                break
             for part in parts:
                 if part.count:
                     output = trainer.eager.forward(part)
@@ -159,6 +165,7 @@ def predict(
                     tree = tree or json.dumps(form)
                     rows.add(_place(part), part.count, leaves)
                     part.release()
+    preemption.obey(trainer)
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
     stream.compare(comm)
     trees = [text.decode() for text in comm.all_gather_bytes(tree.encode())]
@@ -204,6 +211,7 @@ def _loader(
     """Return the loader of one pass in the data set's order, once all ranks agree on it. **Collective.**"""
     comm, world = trainer.world.axis("data"), trainer.world
     exchange(comm, kind, trainer.step_count)
+    trainer.saves.check()
     dataset = together(comm, lambda: check_evaluation(dataset, metrics, ordered=kind is Kind.PREDICT))
     size = global_batch_size if global_batch_size is not None else _BATCH
     compare(

@@ -14,6 +14,7 @@ from ..nn.metrics import finished, metric_name
 from ..optim import Schedule
 from ..report.progress import Progress
 from ..report.step_times import StepTimes, stragglers
+from .callbacks import check_metric
 from .calling import call_back
 from .evaluation import Tally
 from .plan import FitPlan
@@ -149,4 +150,8 @@ class FitLoop:
         trainer.folder.row(kind="epoch", **row)
         self.progress.epoch(row)
         call_back(trainer, "on_epoch")
+        if trainer.keep_best is not None:
+            check_metric("keep_best", trainer.keep_best, row)
+            if position.is_best(trainer.keep_best, trainer.best_mode):
+                trainer.save(wait=not trainer.async_save)
         trainer.agree_to_stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,6 +32,24 @@ class Position:
     saved_step: int | None = None
     log_rows: int = 0
 
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Position:
+        """Return the position that :meth:`state` has described.
+
+        Raises:
+            TypeError, ValueError: something else.
+        """
+        found = cls(**state)
+        for name in ("epoch", "batch", "log_rows"):
+            value = getattr(found, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}: expected an integer of 0 or more, got {value!r}")
+        if not isinstance(found.order, dict) or not all(isinstance(row, dict) for row in found.history):
+            raise TypeError("order, history: expected dicts")
+        found.loss_sum, found.count = float(found.loss_sum), float(found.count)
+        found.metrics = [[float(total), float(count)] for total, count in found.metrics]
+        return found
+
     def begin(self, order: dict[str, Any], metrics: int) -> ValueError | None:
         """Take over the order of samples of a call of ``fit``; return the error if it may not change now."""
         if self.batch and self.order != order:
@@ -55,6 +74,16 @@ class Position:
         for mine, more in zip(self.metrics, metrics):
             mine[0] += more[0]
             mine[1] += more[1]
+
+    def is_best(self, metric: str, mode: str) -> bool:
+        """Return whether the last epoch has a better value of a metric than all before it."""
+        sign = 1.0 if mode == "min" else -1.0
+        values = [sign * float(row[metric]) for row in self.history if metric in row]
+        return (
+            bool(values)
+            and all(values[-1] < value for value in values[:-1] if not math.isnan(value))
+            and (math.isfinite(values[-1]))
+        )
 
     def mean_loss(self) -> float:
         """Return the mean loss of the epoch under way; NaN where nothing was counted."""

@@ -1,13 +1,15 @@
-"""Saving a trainer's state and taking it up again, on any number of ranks.
+"""Taking a checkpoint up again, on any number of ranks.
 
 One rank reads and decides; the others get what it decided and the bytes themselves, so a checkpoint needs to be visible
-to rank 0 only, and a directory that one node does not see yet cannot send ranks different ways.
+to rank 0 only, and a directory that one node does not see yet cannot send ranks different ways. What a checkpoint says
+is checked before anything is changed. ``snapshot`` is the way there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,52 +18,37 @@ import numpy as np
 
 from .. import kernels
 from ..autodiff import Tensor
-from ..comm.agreement import agree, on_root
+from ..comm.agreement import on_root
+from ..comm.base import Communicator
 from ..errors import CheckpointError
-from ..optim import Schedule
 from ..parallel import averaging
 from ..parallel.record import Kind, exchange
-from . import arguments, checkpoint
+from . import checkpoint, snapshot
+from .calling import told
+from .manifest import dtype_of, unpack
 from .position import Position
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 
-def save(trainer: Trainer) -> Path:
-    """Write a checkpoint and return its directory. **Collective.**"""
-    comm = trainer.world.axis("data")
-    root = trainer.folder.checkpoints
-    tensors = _tensors(trainer)
-
-    def write() -> Path:
-        try:
-            trainer.folder.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint: expected to write the log of {root.parent}, got {error}; free or mend the disk"
-            ) from error
-        path = checkpoint.write(root, trainer.step_count, tensors, _state(trainer))
-        try:
-            checkpoint.prune(root, trainer.keep)
-        except OSError as error:
-            trainer.world.log("warning", f"save: an old checkpoint stays, it could not be removed: {error}")
-        return path
-
-    path = on_root(comm, write)
-    return Path(os.fsdecode(comm.broadcast_bytes(None if path is None else os.fsencode(path))))
-
-
 def resume(trainer: Trainer, path: Path | None) -> bool:
     """Take up the newest complete checkpoint of the run folder, or the one at ``path``. **Collective.**"""
     comm = trainer.world.axis("data")
     exchange(comm, Kind.RESUME, trainer.step_count)
+    trainer.saves.finish()
 
     def find() -> tuple[Any, list[str]]:
-        if path is not None:
+        taken: tuple[checkpoint.Checkpoint, dict[str, np.ndarray]] | None
+        reasons: list[str] = []
+        if path is None:
+            taken, reasons = checkpoint.newest(trainer.folder.checkpoints)
+        else:
             found = checkpoint.read(path)
-            return (found, checkpoint.load(found)), []
-        return checkpoint.newest(trainer.folder.checkpoints)
+            taken = found, checkpoint.load(found)
+        if taken is not None:
+            check(trainer, taken[0].path, taken[0].state, taken[1])
+        return taken, reasons
 
     result = on_root(comm, find)
     found, reasons = result if result is not None else (None, [])
@@ -71,62 +58,37 @@ def resume(trainer: Trainer, path: Path | None) -> bool:
     state = json.loads(comm.broadcast_bytes(text if comm.rank == 0 else None))
     if state is None:
         return False
-    agree(comm, _misfit(trainer, state))
     _restore(trainer, state, found[1] if found is not None else None)
     return True
 
 
-def _tensors(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Return the state's arrays by name on rank 0, each parameter once; nothing elsewhere. **Collective.**"""
-    parallel = trainer.parallel
-    weights, state = parallel.collect()
-    average = averaging.collect(parallel._replica)
-    if weights is None:
-        return {}
-    layout = parallel.layout
-    tensors = {f"weights/{name}": layout.view(weights, name) for name in parallel.parameters}
-    for slot, flat in state.items():
-        for entry in layout.trainable:
-            tensors[f"optimizer/{slot}/{entry.name}"] = layout.view(flat, entry.name)
-    host = kernels.for_device(trainer.world.device).to_numpy
-    for name, buffer in parallel.buffers.items():
-        tensors[f"buffers/{name}"] = host(buffer.data)
-    if average is not None:
-        tensors |= {f"average/{name}": layout.view(average, name) for name in parallel.parameters}
-    return tensors
+def check(trainer: Trainer, path: Path, state: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Refuse a checkpoint that is not of this model and trainer, or whose state is not as mpdp writes it.
+
+    **Local.** Nothing is changed.
+
+    Raises:
+        CheckpointError: with all differences.
+    """
+    try:
+        problems = _differences(trainer, state)
+        if not problems:
+            problems = _missing(trainer, state, tensors)
+            _try_out(trainer, unpack(state, tensors))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: expected the state of a run as mpdp writes it, got another "
+            f"({type(error).__name__}: {error}); nothing was loaded"
+        ) from error
+    if problems:
+        raise CheckpointError(
+            f"checkpoint: expected one of the same model and trainer, got {len(problems)} differences: "
+            f"{'; '.join(problems)}; nothing was loaded"
+        )
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
-    parallel = trainer.parallel
-    return {
-        "step": trainer.step_count,
-        "position": trainer.position.state()
-        | {"saved_step": trainer.step_count, "log_rows": trainer.folder.rows},
-        "seed": trainer.seed,
-        "exponent": parallel.exponent,
-        "precision": trainer.precision,
-        "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
-        "average": parallel._replica.average is not None and parallel._replica.average.started,
-        "schedule": trainer.schedule.state() if isinstance(trainer.schedule, Schedule) else None,
-        "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
-        "optimizer": arguments.describe(trainer.optimizer),
-        "slots": list(trainer.optimizer.slots),
-        "updates": {
-            entry.name: int(count)
-            for entry, count in zip(parallel.layout.trainable, trainer.optimizer.updates)
-        },
-        "parameters": {
-            name: [list(p.shape), str(parallel.precision.master), bool(p.requires_grad)]
-            for name, p in parallel.parameters.items()
-        },
-        "buffers": {name: [list(b.shape), str(b.dtype)] for name, b in parallel.buffers.items()},
-        "accumulate": trainer.accumulate,
-        "world_size": trainer.world.size,
-    }
-
-
-def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
-    """Return the error that lists all differences between a checkpoint and this trainer, or None."""
+def _differences(trainer: Trainer, state: dict[str, Any]) -> list[str]:
+    """Return in what a checkpoint and this trainer differ."""
     problems = []
     held: dict[str, Mapping[str, Tensor]] = {
         "parameter": trainer.parallel.parameters,
@@ -151,60 +113,111 @@ def _misfit(trainer: Trainer, state: dict[str, Any]) -> CheckpointError | None:
         problems.append(f"optimizer is {there} there, {here} here")
     if state["slots"] != list(trainer.optimizer.slots):
         problems.append(f"optimizer keeps {state['slots']} there, {list(trainer.optimizer.slots)} here")
-    if not problems:
-        return None
-    return CheckpointError(
-        f"checkpoint: expected one of the same model and trainer, got {len(problems)} differences: "
-        f"{'; '.join(problems)}; nothing was loaded"
-    )
+    return problems
+
+
+def _missing(trainer: Trainer, state: dict[str, Any], tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """Return which tensors are not there, or not in the form that the state says."""
+    kinds = _dtypes(trainer, state)
+    expected = {
+        f"{kind}/{name}": (tuple(shape), dtype)
+        for kind, dtype in kinds.items()
+        for name, (shape, _, trainable) in state["parameters"].items()
+        if trainable or kind in snapshot.WHOLE
+    }
+    for name, (shape, dtype) in state["buffers"].items():
+        expected[f"buffers/{name}"] = tuple(shape), dtype_of(dtype)
+    return [
+        f"tensor {name} is not {dtype}{list(shape)} there"
+        for name, (shape, dtype) in expected.items()
+        if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (shape, dtype)
+    ]
+
+
+def _dtypes(trainer: Trainer, state: Mapping[str, Any]) -> dict[str, np.dtype]:
+    """Return the dtype of what this trainer takes up, by its name."""
+    master = trainer.parallel.precision.master
+    found = {"weights": master}
+    found |= {f"optimizer/{slot}": flat.dtype for slot, flat in trainer.optimizer.state.items()}
+    if state.get("average") is True and trainer.parallel._replica.average is not None:
+        found["average"] = master
+    return {kind: np.dtype(str(dtype)) for kind, dtype in found.items()}
+
+
+def _try_out(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Raise what taking up the state would raise, while nothing is changed."""
+    Position.of(state["position"])
+    for number in (state["step"], state["exponent"], *state["updates"].values()):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**62:
+            raise ValueError(f"expected counts of 0 or more, got {number!r}")
+    if state["exponent"] > 1023:
+        raise ValueError(f"exponent is {state['exponent']}")
+    trainable = [name for name, stored in state["parameters"].items() if stored[2]]
+    if not all(isinstance(stored[2], bool) for stored in state["parameters"].values()) or not set(
+        trainable
+    ) <= set(state["updates"]):
+        raise ValueError("updates or trainable flags of parameters are missing")
+    if trainer.parallel.loss_scale is not None and state.get("loss_scale") is not None:
+        copy.deepcopy(trainer.parallel.loss_scale).load_state(state["loss_scale"])
+    if hasattr(trainer.schedule, "load_state"):
+        with contextlib.suppress(ValueError):  # that of another schedule is left out
+            copy.deepcopy(trainer.schedule).load_state(state.get("schedule"))
+    for name, plan in state.get("plans", {}).items():
+        if not isinstance(name, str) or not isinstance(plan, str):
+            raise ValueError(f"plan {name!r} is {plan!r}")
+    for stored in state.get("callbacks", []):
+        stored["class"], stored["state"]
 
 
 def _restore(trainer: Trainer, state: dict[str, Any], tensors: dict[str, np.ndarray] | None) -> None:
-    """Put the state in place: tensors are read on rank 0 and broadcast into the arenas. **Collective.**"""
-    parallel, optimizer = trainer.parallel, trainer.optimizer
+    """Put the state in place: tensors are read on rank 0 and broadcast. **Collective.**"""
+    parallel, optimizer, comm = trainer.parallel, trainer.optimizer, trainer.world.axis("data")
     flags = {name: stored[2] for name, stored in state["parameters"].items()}
     changed = [name for name, flag in flags.items() if parallel.parameters[name].requires_grad != flag]
     if changed:
         parallel.thaw(*[name for name in changed if flags[name]])
         parallel.freeze(*[name for name in changed if not flags[name]])
     layout = parallel.layout
-    weights = None
-    slots: dict[str, np.ndarray | None] = dict.fromkeys(optimizer.slots)
+    on_device = kernels.for_device(trainer.world.device)
+    whole: dict[str, np.ndarray | None] = dict.fromkeys(_dtypes(trainer, state))
     if tensors is not None:
-        weights = np.zeros(layout.size, parallel.precision.master)
-        for name in parallel.parameters:
-            layout.view(weights, name)[...] = tensors[f"weights/{name}"]
-        for slot in slots:
-            full = slots[slot] = np.zeros(layout.trainable_size, optimizer.state[slot].dtype)
-            for entry in layout.trainable:
-                layout.view(full, entry.name)[...] = tensors[f"optimizer/{slot}/{entry.name}"]
-        there = kernels.for_device(trainer.world.device).from_host
+        for kind, dtype in _dtypes(trainer, state).items():
+            entries = layout.entries if kind in snapshot.WHOLE else layout.trainable
+            full = whole[kind] = np.zeros(
+                layout.size if kind in snapshot.WHOLE else layout.trainable_size, dtype
+            )
+            for entry in entries:
+                layout.view(full, entry.name)[...] = tensors[f"{kind}/{entry.name}"]
         for name, buffer in parallel.buffers.items():
-            buffer.data[...] = there(tensors[f"buffers/{name}"])
-    parallel.load(weights, slots)
-    _restore_average(trainer, bool(state.get("average")), tensors)
+            buffer.data[...] = on_device.from_host(tensors[f"buffers/{name}"])
+    parallel.load(whole["weights"], {slot: whole[f"optimizer/{slot}"] for slot in optimizer.slots})
+    _restore_average(trainer, bool(state.get("average")), whole.get("average"))
+    state = unpack(state, _small_arrays(comm, tensors))
     updates = np.array([state["updates"][entry.name] for entry in layout.trainable], dtype=np.int64)
     optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
     parallel.step_count = trainer.world.activity.step = state["step"]
     parallel.exponent = state["exponent"]
     if parallel.loss_scale is not None and state.get("loss_scale") is not None:
         parallel.loss_scale.load_state(state["loss_scale"])
-    if isinstance(trainer.schedule, Schedule):
-        _restore_schedule(trainer, trainer.schedule, state.get("schedule"))
+    _restore_schedule(trainer, state.get("schedule"))
     if state["step"] > 0:  # the products of all later steps are computed as they were going to be
         trainer.updates.time_plans(False)
-        kernels.for_device(trainer.world.device).plan_book.load(state.get("plans", {}))
+        on_device.plan_book.load(state.get("plans", {}))
     if state["precision"] != trainer.precision:
         trainer.world.log(
             "info",
             f'resume: the checkpoint is of a run with precision="{state["precision"]}", going on with '
             f'"{trainer.precision}": weights and optimizer state are the same {parallel.precision.master} numbers',
         )
-    trainer.position = Position(**state["position"])
+    trainer.position = Position.of(state["position"])
+    _restore_callbacks(trainer, state.get("callbacks", []))
 
 
-def _restore_schedule(trainer: Trainer, schedule: Schedule, state: Any) -> None:
+def _restore_schedule(trainer: Trainer, state: Any) -> None:
     """Take up what the schedule has learnt, unless the program's is another one now. **Local.**"""
+    schedule: Any = trainer.schedule
+    if not hasattr(schedule, "load_state"):
+        return
     try:
         schedule.load_state(state)
     except ValueError as error:
@@ -212,8 +225,8 @@ def _restore_schedule(trainer: Trainer, schedule: Schedule, state: Any) -> None:
         trainer.world.log("warning", f"resume: what the schedule had learnt is left out: {error}")
 
 
-def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray] | None) -> None:
-    """Take up the average of weights, read on rank 0. **Collective.**"""
+def _restore_average(trainer: Trainer, held: bool, whole: np.ndarray | None) -> None:
+    """Take up the average of weights, which rank 0 has. **Collective.**"""
     replica = trainer.parallel._replica
     if replica.average is None:
         if held:
@@ -222,12 +235,41 @@ def _restore_average(trainer: Trainer, held: bool, tensors: dict[str, np.ndarray
             )
         return
     replica.average.started = False
-    if not held:
+    if held:
+        averaging.load(replica, whole)
+    else:
         trainer.world.log("info", "resume: the checkpoint has no average of weights; it starts from them")
-        return
-    whole = None
-    if tensors is not None:
-        whole = np.zeros(replica.layout.size, replica.dtype)
-        for name in replica.parameters:
-            replica.layout.view(whole, name)[...] = tensors[f"average/{name}"]
-    averaging.load(replica, whole)
+
+
+def _small_arrays(comm: Communicator, tensors: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    """Give all ranks the arrays that stand in the state, as those of callbacks. **Collective.**"""
+    arrays = {
+        name: array for name, array in (tensors or {}).items() if name.startswith(("callbacks/", "state/"))
+    }
+    forms = [[name, array.dtype.name, array.shape] for name, array in arrays.items()]
+    text = json.dumps(forms).encode() if comm.rank == 0 else None
+    found = {}
+    for name, dtype, shape in json.loads(comm.broadcast_bytes(text)):
+        data = comm.broadcast_bytes(arrays[name].tobytes() if comm.rank == 0 else None)
+        found[name] = np.frombuffer(data, dtype_of(dtype)).reshape(shape).copy()
+    return found
+
+
+def _restore_callbacks(trainer: Trainer, stored: list[dict[str, Any]]) -> None:
+    """Hand each callback what it gave when the checkpoint was saved: the k-th of a class to the k-th of it."""
+    left = [entry for entry in stored if entry["state"] is not None]
+    for callback in trainer.callbacks:
+        name = type(callback).__qualname__
+        mine = next((entry for entry in stored if entry["class"] == name), None)
+        if mine is None:
+            continue
+        stored = [entry for entry in stored if entry is not mine]
+        if mine["state"] is not None and hasattr(callback, "load_state_dict"):
+            left = [entry for entry in left if entry is not mine]
+            with told(callback, "load_state_dict", trainer):
+                callback.load_state_dict(mine["state"])
+    for entry in left:
+        trainer.world.log(
+            "warning",
+            f"resume: the checkpoint holds state of a callback {entry['class']} that this run has not",
+        )

@@ -16,18 +16,32 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from ..comm.agreement import on_root
 from ..parallel.record import Kind, exchange
 from ..world import World, init
 from . import checkpoint
 
+T = TypeVar("T")
 _FLUSH_SECONDS = 1.0
+
+
+def _told(call: Callable[[], T]) -> T:
+    """Return what ``call()`` does, and say of an OSError that it is about the run's folder. **Local.**"""
+    try:
+        return call()
+    except OSError as error:
+        raise OSError(
+            f"run_dir: expected a folder that can be written, got {error}; choose another one or mend it"
+        ) from error
+
+
+def _look_at(checkpoints: Path) -> None:
+    if checkpoints.exists() and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK)):
+        raise OSError(f"{checkpoints}, which is no folder that can be written")
 
 
 class RunFolder:
@@ -65,7 +79,7 @@ class RunFolder:
         if self.path is None:
             return False
         log = self.path / "log.jsonl"
-        return (log.exists() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
+        return (log.is_file() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
     def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Open the folder for a run; one that an earlier run has used only where that was resumed.
@@ -78,7 +92,7 @@ class RunFolder:
             ValueError: an earlier run is there.
             OSError: the folder cannot be written.
         """
-        if keep_rows is None and self.used:
+        if keep_rows is None and _told(lambda: self.used):
             raise ValueError(
                 f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
                 "call trainer.resume() to go on with it, or choose another folder"
@@ -89,7 +103,7 @@ class RunFolder:
         """Make the folder, check that it can be written, and open the log.
 
         Args:
-            config: what ``config.json`` holds beside versions and host.
+            config: what ``config.json`` holds, beside what it held at the run's earlier starts.
             keep_rows: rows of an existing log to keep; None starts an empty one.
 
         Raises:
@@ -97,16 +111,15 @@ class RunFolder:
         """
         if not self.writes or self.path is None:
             return
-        try:
-            self._open(self.path, config, keep_rows or 0)
-        except OSError as error:
-            raise OSError(
-                f"run_dir: expected a folder that can be written, got {error}; choose another one or mend it"
-            ) from error
+        path = self.path
+        _told(lambda: _look_at(path / "checkpoints"))
+        _told(lambda: self._open(path, config, keep_rows or 0))
 
     def _open(self, path: Path, config: dict[str, Any], keep_rows: int) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps({**config, **versions()}, indent=1) + "\n")
+        file = path / "config.json"
+        before = _starts(file) if keep_rows else []
+        file.write_text(json.dumps({**config, "before": before}, indent=1) + "\n")
         log = path / "log.jsonl"
         lines = log.read_bytes().splitlines(keepends=True) if keep_rows and log.exists() else []
         kept = lines[:keep_rows]
@@ -128,7 +141,12 @@ class RunFolder:
         self.rows += 1
         now = time.monotonic()
         if now - self._flushed > _FLUSH_SECONDS:
-            self.flush()
+            try:
+                self.flush()
+            except OSError as error:
+                raise OSError(
+                    f"run_dir: expected to write its log, got {error}; free or mend the disk, and resume"
+                ) from error
             self._flushed = now
 
     def step_row(self, step: int, epoch: int, loss: float, lr: float, **beside: Any) -> None:
@@ -157,9 +175,19 @@ class RunFolder:
             with open(self._log, "a", encoding="utf-8") as file:
                 file.writelines(self._pending)
         except OSError:
-            os.truncate(self._log, size)
+            with contextlib.suppress(OSError):  # the folder may be gone
+                os.truncate(self._log, size)
             raise
         self._pending.clear()
+
+
+def _starts(file: Path) -> list[dict[str, Any]]:
+    """Return what ``config.json`` held at the earlier starts of a run that is resumed, the first one first."""
+    try:
+        found = json.loads(file.read_bytes())
+        return [*found.pop("before", []), found]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # it is for readers alone, and somebody may have written there
 
 
 def _write_rest(log: Path, pending: list[str], pid: int) -> None:
@@ -202,15 +230,29 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
     return Path(os.fsdecode(comm.broadcast_bytes(None if made is None else os.fsencode(made))))
 
 
-def versions() -> dict[str, Any]:
-    """Return what a run was made with: command, versions and host. **Local.**"""
+def made_with(world: World) -> dict[str, Any]:
+    """Return what a run is made with: command, versions, ranks, devices and hosts. **Collective.**
+
+    One name a node is gathered, once a run.
+    """
     from .. import __version__
 
+    names = [name.decode() for name in _one_a_node(world)]
+    loaded = {name: sys.modules.get(name) for name in ("numpy", "mpi4py", "cupy")}
     return {
         "command": sys.argv,
         "mpdp": __version__,
-        "numpy": np.__version__,
+        **{name: str(module.__version__) for name, module in loaded.items() if module is not None},
         "python": platform.python_version(),
         "host": platform.node(),
+        "hosts": names,
+        "world_size": world.size,
+        "transport": world.transport,
+        "device": str(world.device),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _one_a_node(world: World) -> list[bytes]:
+    name = platform.node().encode() if world.local_rank == 0 else b""
+    return [found for found in world.axis("data").all_gather_bytes(name) if found]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
-from ..comm.agreement import agree, compare, on_root, together
+from ..comm.agreement import agree, compare, together
 from ..data import MicroBatch
 from ..nn import Module
 from ..optim import LossScale, Optimizer, constant
@@ -23,7 +22,7 @@ from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, init
-from . import arguments, evaluation, resuming
+from . import arguments, evaluation
 from .callbacks import Callback
 from .calling import agree_to_stop, call_back
 from .evaluation import Metric
@@ -31,7 +30,10 @@ from .failing import ends_the_job
 from .loop import FitLoop
 from .plan import FitPlan
 from .position import Position
+from .preemption import ends_in_order, obey
+from .run_files import RunFiles
 from .run_folder import RunFolder
+from .saving import Saves
 from .step import EagerStep, cut_batch, take_apart
 from .updates import Updates
 
@@ -40,7 +42,7 @@ _CHECK_AFTER = (1, 2, 10)
 _CHECK_EVERY = 500  # updates; one pass over weights and moments, about 1 ms for a million parameters
 
 
-class Trainer:
+class Trainer(RunFiles):
     """Train a model on all ranks of a world, exactly as one rank would on the whole global batch.
 
     **Collective** to construct: all ranks compare their arguments, then take rank 0's parameters.
@@ -69,10 +71,15 @@ class Trainer:
         chunk_bytes: size of a middle chunk of the reduction in bytes (default: the transport's).
         run_dir: folder for log and checkpoints; None writes nothing.
         save_every: updates between checkpoints; None saves only on :meth:`save`.
-        keep: checkpoints to keep.
+        keep: newest checkpoints to keep.
+        keep_best: a name in the rows of the history, as ``"validation_loss"``: an epoch that brings the best
+            value so far is saved, and that checkpoint kept beside the newest.
+        best_mode: whether ``"min"`` or ``"max"`` of it is best; known for losses and perplexity.
+        async_save: checkpoints of ``save_every`` and ``keep_best`` are copied to host memory and written by a thread.
         callbacks: objects with the methods of :class:`mpdp.Callback`.
         clip_value: cut each element of the averaged global gradient, after ``clip_norm``, to [-clip_value, clip_value].
         ema: keep an average of the weights with this decay, see ``optim.WeightAverage`` and :meth:`averaged`.
+        on_divergence: of replicas whose bits differ: ``"stop"`` raises, ``"repair"`` takes what most hold.
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
@@ -116,9 +123,13 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         keep: int = 3,
+        keep_best: str | None = None,
+        best_mode: str | None = None,
+        async_save: bool = False,
         callbacks: Sequence[Callback] = (),
         clip_value: float | None = None,
         ema: float | None = None,
+        on_divergence: str = "stop",
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
@@ -130,9 +141,11 @@ class Trainer:
             arguments.check(
                 model=model, loss=loss, optimizer=optimizer, schedule=self.schedule, precision=precision,
                 placement=placement, accumulate=accumulate, clip_norm=clip_norm, seed=seed, graph=graph, plans=plans,
-                save_every=save_every, keep=keep, run_dir=run_dir, callbacks=callbacks, clip_value=clip_value, ema=ema,
+                save_every=save_every, keep=keep, keep_best=keep_best, best_mode=best_mode, run_dir=run_dir,
+                callbacks=callbacks, clip_value=clip_value, ema=ema,
             )  # fmt: skip
             arguments.check_graph(graph, self.world)
+            arguments.check_policy(on_divergence)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -145,11 +158,12 @@ class Trainer:
         self.accumulate = int(accumulate)
         self.clip_norm, self.clip_value = arguments.plain(clip_norm), arguments.plain(clip_value)
         self.ema = arguments.plain(ema)
-        self.seed = int(seed)
-        self.plans = plans
+        self.seed, self.plans = int(seed), plans
         self.save_every = arguments.plain(save_every)
-        self.keep = keep
-        self.callbacks = tuple(callbacks)
+        self.keep, self.keep_best = keep, keep_best
+        self.best_mode = "min" if keep_best is None else arguments.mode_of("best_mode", keep_best, best_mode)
+        self.async_save = bool(async_save)
+        self.callbacks, self.on_divergence = tuple(callbacks), on_divergence
         self._stop_asked = self._stop_agreed = self.fitting = False
         self.last_lr = float("nan")
         self.late_loss: float | LateLoss = float("nan")
@@ -158,7 +172,7 @@ class Trainer:
             placement=placement, chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
-        compare(comm, "trainer", self.describe() | given)
+        compare(comm, "trainer", self.describe() | given | {"on_divergence": on_divergence})
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         if ema is not None:
             self.parallel.keep_average(ema)
@@ -166,6 +180,7 @@ class Trainer:
         self.updates = Updates(self, graph, timed=plans == "timed")
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
+        self.saves = Saves(self)
         self._resumed: int | None = None  # rows of the log that were resumed; None before resume()
         self._opened = False
         self._nominal_fixed = False
@@ -212,14 +227,10 @@ class Trainer:
         """Global mean loss of the last update. Where that is still under way it is waited for."""
         return float(self.late_loss)
 
-    @property
-    def run_dir(self) -> Path | None:
-        """The run's folder, or None."""
-        return self.folder.path
-
     # -- training
 
     @ends_the_job
+    @ends_in_order
     def fit(
         self,
         dataset: Any,
@@ -255,7 +266,7 @@ class Trainer:
             validation data.
 
         Raises:
-            ValueError, TypeError: a bad argument, sample or label, on all ranks.
+            ValueError, TypeError: a bad argument, sample or label, on all ranks. Preempted: a signal came; it is saved.
             DisagreementError: ranks differ in arguments, length of the data or steps, on all ranks.
         """
         self._refuse_inside_fit("fit")
@@ -264,6 +275,7 @@ class Trainer:
             dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics
         )  # fmt: skip
         exchange(comm, Kind.FIT, self.step_count)
+        self.saves.check()
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
         agree(
@@ -272,21 +284,21 @@ class Trainer:
                 plan.order(self.world.size), 0 if validation is not None else len(plan.metrics)
             ),
         )
-        self._open_folder()
+        self._open_folder({"fit": plan.describe()})
         self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         shown = Progress(
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
-        self.fitting = True
-        done = self.step_count
+        self.fitting, done = True, self.step_count
         try:
             loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
-                self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
+                self.check_replicas()  # what fit hands back is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
-                self.save()
+                self.save(wait=not self.async_save)
+            self.saves.finish()
             loop.report()
         finally:
             self.fitting = False
@@ -304,9 +316,11 @@ class Trainer:
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
         averaging.refuse(self.parallel._replica, "step")
-        self.last_lr = self.lr
-        self.late_loss = self.updates.run(parts, stop=self._stop_asked, **options)
-        self._stop_agreed = self._stop_agreed or self.parallel.stop_agreed
+        self.last_lr = self.parallel.next_rate = self.lr
+        stop = (
+            self._stop_asked or self.saves.has_news
+        )  # either is a flag that all ranks see after this update
+        self.late_loss = self.updates.run(parts, stop=stop, **options)
 
     def settle(self) -> None:
         """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
@@ -314,13 +328,19 @@ class Trainer:
 
     def after_step(self) -> None:
         """Check and save what is due after an update, and call back. **Collective.**"""
-        step = self.step_count
+        step, stop = self.step_count, self.parallel.stop_agreed
+        if stop and self.saves.under_way:
+            stop = self.saves.look(self._stop_asked)
+        self._stop_agreed = self._stop_agreed or stop
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.check_replicas()
         call_back(self, "on_step")
         if self.save_every is not None and step % self.save_every == 0:
-            self.save()
+            self.save(wait=not self.async_save)
+        self.saves.collect()
         self.agree_to_stop()
+        if self._stop_agreed:
+            obey(self)
 
     def agree_to_stop(self) -> None:
         """Carry to all ranks what a callback has asked for on one, before another update. **Collective.**"""
@@ -410,65 +430,6 @@ class Trainer:
         self.settle()
         return self.parallel.averaged()
 
-    # -- the run's files
-
-    @ends_the_job
-    def save(self) -> Path:
-        """Write a checkpoint below ``run_dir`` and return its directory, once it is whole for every rank.
-
-        **Collective.** The newest ``keep`` checkpoints stay.
-
-        Raises:
-            ValueError: the trainer has no run_dir.
-            CheckpointError: it could not be written, on all ranks; earlier checkpoints are intact.
-            DisagreementError: a rank called it alone, on all ranks.
-        """
-        self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
-        averaging.refuse(self.parallel._replica, "save")
-        self.settle()
-        exchange(self.world.axis("data"), Kind.SAVE, self.step_count)
-        self._open_folder()
-        path = resuming.save(self)
-        self.position.saved_step = self.step_count
-        call_back(self, "on_checkpoint", path)
-        return path
-
-    @ends_the_job
-    def resume(self, path: str | os.PathLike[str] | None = None) -> bool:
-        """Take up a checkpoint: weights, optimizer state, position, random state.
-
-        **Collective.** The number of ranks may differ from the one that saved; with the same number, the run repeats
-        the bits of the run that was never stopped.
-
-        Args:
-            path: a checkpoint's directory; None takes the newest complete one of ``run_dir`` and passes over torn
-                ones with a warning.
-
-        Returns:
-            True if a checkpoint was taken up, False if there is none.
-
-        Raises:
-            CheckpointError: ``path`` is torn, or the checkpoint does not fit; nothing is loaded.
-        """
-        self._refuse_inside_fit("resume")
-        self.settle()
-        if path is None:
-            self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
-        found = resuming.resume(self, None if path is None else Path(path))
-        self._resumed = self.position.log_rows if found else 0
-        self._opened = self._opened and not found  # a log that is open already is cut back too
-        self._nominal_fixed = found
-        return found
-
-    def _open_folder(self) -> None:
-        """Claim the run folder at the first step: refuse a used one unless the run was resumed. **Collective.**"""
-        if self._opened:
-            return
-
-        config = self.describe() | {"world_size": self.world.size}
-        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
-        self._opened = True
-
     def _fix_nominal(self, count: float) -> None:
         if not self._nominal_fixed:
             self.parallel.set_nominal_count(count)
@@ -481,13 +442,12 @@ class Trainer:
     # -- replicas
 
     def check_replicas(self) -> None:
-        """Check that weights, moments and buffers hold the same bits on every rank. **Collective.**
+        """Check that weights, moments and buffers hold the same bits on every rank, as ``on_divergence`` says.
 
-        Raises:
-            DivergenceError: on all ranks, naming the rank and the parameter.
+        **Collective.** ``"stop"`` raises DivergenceError on all ranks, naming the rank and the parameter.
         """
         self.settle()
-        self.parallel.check_replicas()
+        self.parallel.check_replicas(repair=self.on_divergence == "repair")
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""

@@ -21,6 +21,7 @@ from ..parallel.graph_step import GraphStep
 from ..parallel.late_loss import LateLoss
 from ..parallel.recorder import recorder_of
 from ..parallel.shared_plans import share_plans
+from . import preemption
 from .evaluation import Tally
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Updates:
     def __init__(self, trainer: Trainer, graph: str | bool, timed: bool = False) -> None:
         self.trainer = trainer
         self.graphs: GraphStep | None = None
+        self._listener: int | None = None  # of signals, in a loop of the program's own
+        self._noted_first = False
         self._process = os.getpid()
         self._kernels = kernels.for_device(trainer.world.device)
         self.time_plans(timed)
@@ -108,13 +111,19 @@ class Updates:
 
         Args:
             parts: the micro-batches.
-            stop: ask all ranks to stop after this update.
+            stop: ask all ranks to stop after this update; a signal does so too.
             tally: takes the metrics of the outputs.
             first_loss: the loss of ``parts[0]``, where it was computed already.
             row: what the log holds of the update beside what is noted here.
         """
         trainer, graphs = self.trainer, self.graphs
         trainer.world.activity.step = trainer.step_count
+        if self._listener is None and not trainer.fitting and (trainer.run_dir or trainer.world.size > 1):
+            self._listener = preemption.listen(
+                trainer
+            )  # until the trainer is gone: the loop's end is not known
+        if preemption.asked():
+            trainer._stop_asked = stop = True
         lr = trainer.last_lr
         looks = tally is not None and bool(tally.metrics)
         if graphs is not None and graphs.choose(parts, stop=stop, may=first_loss is None, looks=looks):
@@ -130,6 +139,9 @@ class Updates:
         if row is not None:
             beside["message_seconds"] = round(trainer.parallel.reducer.waited_seconds - waited, 6)
         note(trainer.parallel.last_loss_sum, trainer.parallel.last_count)
+        if not self._noted_first:
+            self._noted_first = True
+            preemption.note_update(trainer)
         if self._plans_missing:
             self._plans_missing = False
             share_plans(self._kernels.plan_book, trainer.world.axis("data"))
@@ -142,6 +154,9 @@ class Updates:
 
     def close(self) -> None:
         """Take over what the updates under way have reported, and write the log. **Local.**"""
+        listener, self._listener = getattr(self, "_listener", None), None
+        if listener is not None and os.getpid() == self._process:
+            preemption.silence(listener)
         graphs = getattr(self, "graphs", None)
         if (
             graphs is not None and graphs.under_way and os.getpid() == self._process

@@ -1,8 +1,9 @@
 """Public reports of faults in other trainers, each as a small test; the docstrings name the reports' ids.
 
 What the programs train is tiny. Reports that other tests hold: A4, C7 and E5 in test_disagreement; B1, B2, B4, B6, B8,
-B9, C1, C10, E1 and E3 in test_semantics; C4, D2, D4, D6 and D12 in test_checkpoints; F3 and H3 in test_collectives;
-I2 wherever more ranks than cores are started; K2 in unit/training/test_trainer.
+B9, C1, C10, E1 and E3 in test_semantics; C4, D2, D4, D6 and D12 in test_checkpoints; F3 and H3 in test_collectives; F4
+in unit/nn/test_normalisation; G1 in test_batch_norm; H2 in test_memory; I2 wherever more ranks than cores are started;
+K2 in unit/training/test_trainer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import numpy as np
 import pytest
 from launching import PROGRAMS
 
+import mpdp
+import mpdp.threads
+from mpdp import nn, optim
 from mpdp.training import checkpoint
 
 FAILURES = PROGRAMS / "reports_failures.py"
@@ -195,6 +199,46 @@ def test_training(job, n):
     result = job(TRAINING, n=n, timeout=60).check()
     assert len(result.results) == n and all(len(passed) == 13 for passed, _ in result.results), result
     assert len({digest for _, digest in result.results}) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_state(job, tmp_path, n):
+    """C6, D5, E8, G4, J4 and M1; see programs/reports_state.py."""
+    result = job(PROGRAMS / "reports_state.py", tmp_path, n=n, timeout=60).check()
+    assert len(result.results) == n and all(len(passed) == 6 for passed in result.results), result
+
+
+def test_replicas_in_threads_with_fewer_samples_than_replicas():
+    """M4: a batch that the number of replicas does not divide, or smaller than it; dicts and rows of unequal length."""
+    random = np.random.default_rng(0)
+    rows = [random.standard_normal(6).astype("float32") for _ in range(10)]
+
+    class Rows:
+        def __len__(self):
+            return len(rows)
+
+        def __getitem__(self, i):
+            return {"x": rows[i], "length": 1 + i % 6, "target": np.float32(i)}
+
+    class Masked(nn.Module):
+        def __init__(self):
+            self.linear = nn.Linear(6, 1)
+
+        def forward(self, x, length):
+            return self.linear(x * (np.arange(6) < length[:, None]).astype("float32")).reshape(len(x))
+
+    def train():
+        run = mpdp.Trainer(Masked(), lambda o, t: ((o - t) * (o - t)).mean(), optim.SGD(lr=0.01))
+        losses = [
+            run.fit(Rows(), epochs=e, global_batch_size=b)[-1]["loss"] for e, b in ((1, 10), (2, 3), (3, 1))
+        ]
+        return np.append(run.parallel.weights, losses), run.predict(Rows())
+
+    mpdp.seed(0)
+    expected, outputs = train()
+    for values, predicted in mpdp.threads.run(train, 4):
+        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(predicted, outputs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_repeats_in_another_process(job):

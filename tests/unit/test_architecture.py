@@ -14,7 +14,7 @@ BELOW = {"errors", "device", "device_choice", "device_memory", "kernels"}
 ARITHMETIC = {"autodiff", "nn", "optim"}
 MESSAGES = {"comm"}
 # Process-wide by nature: one launcher, one set of hooks. They stand beside the columns.
-PROCESS = {"guard", "launch", "processes", "cores"}
+PROCESS = {"guard", "notice", "launch", "processes", "cores"}
 
 
 def modules():

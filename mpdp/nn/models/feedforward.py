@@ -13,8 +13,10 @@ from ...autodiff import Tensor
 from ..convolution import Conv2d, MaxPool2d
 from ..layers import Flatten, Linear, ReLU, Sequential
 from ..module import Module
+from .registry import registered
 
 
+@registered
 def mlp(sizes: Sequence[int] = (784, 512, 512, 10), dtype: Any = "float32") -> Sequential:
     """Return linear layers with biases, and ReLU between them. **Local.**
 
@@ -79,6 +81,7 @@ class ConvNet(Module):
         return self.linear2(self.linear1(self.flatten(x)))
 
 
+@registered
 def convnet(classes: int = 10, channels: int = 1, size: int = 28, dtype: Any = "float32") -> ConvNet:
     """Return a :class:`ConvNet`. **Local.**"""
     return ConvNet(classes, channels, size, dtype)

@@ -22,6 +22,7 @@ from ..convolution import Conv2d, GlobalAvgPool2d, MaxPool2d
 from ..layers import Linear, Sequential
 from ..module import Module
 from ..normalisation import BatchNorm2d
+from .registry import registered
 
 Norm = Callable[[int], BatchNorm2d]
 
@@ -128,6 +129,7 @@ class ResNet(Module):
         return self.fc(self.avgpool(x))
 
 
+@registered
 def resnet18(
     classes: int = 1000, channels: int = 3, global_stats: bool = True, dtype: Any = "float32"
 ) -> ResNet:
@@ -138,6 +140,7 @@ def resnet18(
     return ResNet(BasicBlock, (2, 2, 2, 2), classes, channels, global_stats, dtype)
 
 
+@registered
 def resnet50(
     classes: int = 1000, channels: int = 3, global_stats: bool = True, dtype: Any = "float32"
 ) -> ResNet:

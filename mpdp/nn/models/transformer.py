@@ -16,6 +16,7 @@ from .. import init
 from ..attention import TransformerBlock, add_and_normalise
 from ..layers import Dropout, Embedding, LayerNorm
 from ..module import Module
+from .registry import registered
 
 _NORMAL = init.normal(0.0, 0.02)
 
@@ -90,6 +91,7 @@ class GPT(Module):
         return ops.linear(normal, self.tokens.weight)
 
 
+@registered
 def gpt(preset: str, dtype: Any = "float32", dropout: float = 0.0, **sizes: int) -> GPT:
     """Return a GPT of known sizes. **Local.**
 

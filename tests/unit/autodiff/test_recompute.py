@@ -261,5 +261,20 @@ def test_held_bytes_count_each_array_once_and_no_parameter():
     assert tape.held_bytes() == 0
 
 
+def test_held_bytes_of_an_array_over_memory_of_another_library():
+    """Its base has a dtype and no base, as a tensor of PyTorch."""
+    only_on_the_cpu("NumPy's bases")
+
+    class Foreign:
+        def __init__(self):
+            self.kept = np.ones((4, 4), np.float32)
+            self.dtype = "foreign.float32"
+            self.__array_interface__ = self.kept.__array_interface__
+
+    x = Tensor(np.asarray(Foreign()))
+    tape = Tape((x * Parameter(np.ones((4, 4), np.float32))).sum())
+    assert tape.held_bytes() == 4 * 4 * 4
+
+
 def test_autodiff_exports_it():
     assert autodiff.checkpoint is checkpoint

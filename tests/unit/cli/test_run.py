@@ -9,6 +9,7 @@ import pytest
 
 from mpdp.cli import mpi_library, run
 from mpdp.cli.mpi_library import MpiLibrary
+from mpdp.cli.supervise import Ended, Marks
 from mpdp.errors import LaunchError
 
 
@@ -76,6 +77,17 @@ def test_with_hosts_there_is_a_rank_a_slot(script, mpich, capsys):
             ["-n", "5", "--hosts", "a:2,b:2", "{script}"],
             "n: expected at most the 4 processes of --hosts, got 5",
         ),
+        (["-n", "1" * 5000, "{script}"], "n: expected a number of processes of at least 1, got '111"),
+        (["--max-restarts", "-1", "{script}"], "max-restarts: expected a number of 0 or more, got '-1'"),
+        (
+            ["--max-restarts", "3", "--exec", "{script}"],
+            "--max-restarts: expected a parent that stays, got --exec",
+        ),
+        (["--min-ranks", "1", "{script}"], "--min-ranks: expected --max-restarts beside it, got none"),
+        (
+            ["-n", "2", "--max-restarts", "3", "--min-ranks", "3", "{script}"],
+            "--min-ranks: expected at most the 2 ranks of the job, got 3",
+        ),
         (["-n", "2"], "the following arguments are required: script.py"),
         (["--no-such-flag", "{script}"], "--no-such-flag"),
     ],
@@ -124,3 +136,68 @@ def test_a_stream_that_takes_nothing_does_not_stop_the_job(script, mpich, monkey
     monkeypatch.setattr(sys, "stderr", Full())
     assert run.main(["-n", "3", script]) == 0
     assert started == [3]
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Jobs that end with the given status; what was started."""
+    monkeypatch.setattr("mpdp.cli.restarts.FIRST_WAIT", 0.0)
+    monkeypatch.delenv("MPDP_RESTART", raising=False)
+    started = []
+
+    def play(*statuses):
+        left = iter(statuses)
+
+        def watch(command, n):
+            started.append(
+                (" ".join(command.words).partition(sys.executable)[0], n, command.settings["MPDP_RESTART"])
+            )
+            return Ended(next(left), False, Marks({}, {}, set(), False, updated=True))
+
+        monkeypatch.setattr("mpdp.cli.supervise.watch", watch)
+        return started
+
+    return play
+
+
+def test_a_job_is_started_again(script, mpich, jobs, monkeypatch, capsys):
+    started = jobs(9, 1, 0)
+    monkeypatch.setattr("mpdp.cli.restarts.Policy.wait", 0.0)
+    assert run.main(["-n", "3", "--max-restarts", "2", script]) == 0
+    assert started == [("/v/bin/mpirun -disable-auto-cleanup -n 3 ", 3, str(k)) for k in range(3)]
+    assert capsys.readouterr().err.count("mpdp run: restart ") == 2
+
+
+def test_hosts_that_do_not_answer_are_left_out(script, mpich, jobs, monkeypatch):
+    """Their ranks are too, down to --min-ranks; a host that answers again gets its ranks back."""
+    started = jobs(9, 9, 9, 9)
+    answers = iter([True, False, True, True, False, False])
+    monkeypatch.setattr(run, "_answers", lambda host: next(answers))
+    assert run.main(["--hosts", "a:2,b:2", "--max-restarts", "9", "--min-ranks", "2", script]) == 9
+    assert [line.split()[2:] for line, _, _ in started] == [
+        ["-hosts", "a:2,b:2", "-n", "4"],
+        ["-hosts", "a:2", "-n", "2"],
+        ["-hosts", "a:2,b:2", "-n", "4"],
+    ]
+
+
+@pytest.mark.parametrize("code, expected", [(0, True), (1, False)])
+def test_a_host_answers_if_the_launcher_can_start_a_process_there(monkeypatch, tmp_path, code, expected):
+    """The launcher is a shell script that notes its line."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/line\nexit {code}\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(
+        mpi_library, "probe", lambda: MpiLibrary("mpich", "MPICH", (5, 0, 2), "/v/lib/libmpi.so.12")
+    )
+    monkeypatch.setattr(mpi_library, "find_launcher", lambda library: str(launcher))
+    assert run._answers(run.Host("b", 4)) is expected
+    line = (tmp_path / "line").read_text()
+    assert line == f"-disable-auto-cleanup -hosts b:1 -n 1 {sys.executable} -c pass\n"
+
+
+def test_gpus_that_are_gone_take_their_ranks_along(script, mpich, jobs, monkeypatch):
+    started = jobs(9, 0)
+    monkeypatch.setattr(run, "count_gpus", lambda environ: 3 if started else 4)
+    assert run.main(["-n", "4", "--max-restarts", "9", "--min-ranks", "2", script]) == 0
+    assert [n for _, n, _ in started] == [4, 3]

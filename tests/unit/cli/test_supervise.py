@@ -159,3 +159,41 @@ def test_marks_of_another_host_have_no_process(tmp_path):
     (tmp_path / "started.1").write_text("another host 17 42")
     (tmp_path / "failed.1.part").write_text("")
     assert Marks.read(tmp_path) == Marks({0: Process(17, 42, "", 0, ""), 1: None}, {}, set(), False)
+
+
+def test_sigterm_goes_to_ranks_that_listen_as_sigusr1(tmp_path):
+    """Open MPI's mpirun would kill them half a second after SIGTERM."""
+    seen, ready = tmp_path / "seen", tmp_path / "ready"
+    text = f"""
+    trap 'echo USR1 >> {seen}' USR1
+    trap 'echo TERM >> {seen}' TERM
+    : > $MPDP_MARKS/listening.0; : > {ready}
+    for i in $(seq 200); do sleep 0.05; [ "$(cat {seen} 2>/dev/null | wc -l)" = 2 ] && break; done
+    exit 75
+    """
+
+    def send():
+        for lines in (0, 1):  # two signals that come at once are one
+            while not ready.exists() or (lines and not seen.exists()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    ended = module.watch(shell(text), 2)
+    assert seen.read_text() == "USR1\nUSR1\n"
+    assert (ended.status, ended.ordered) == (75, True)
+
+
+def test_what_the_ranks_say_of_their_progress(tmp_path):
+    ended = module.watch(shell(": > $MPDP_MARKS/updated.1; echo -n 40 > $MPDP_MARKS/saved.0; exit 3"), 2)
+    assert (ended.status, ended.ordered) == (3, False)
+    assert ended.marks.updated and ended.marks.saved == 40
+    assert Marks.read(tmp_path) == Marks({}, {}, set(), False, False, None)
+
+
+def test_a_job_is_told_how_often_it_was_started_again(monkeypatch):
+    monkeypatch.setenv("MPDP_RESTART", "4")
+    assert supervise(shell('test "$MPDP_RESTART" = 0'), 2) == 0
+    again = Command(shell('test "$MPDP_RESTART" = 2').words, {"MPDP_RESTART": "2"})
+    assert supervise(again, 2) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from mpdp.errors import CheckpointError
 from mpdp.training import checkpoint
+from mpdp.training import manifest as manifests
 
 TENSORS = {
     "weights/a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -150,7 +151,7 @@ def test_a_manifest_cannot_reach_outside_its_directory(tmp_path, name):
     path = write(tmp_path)
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     manifest["tensors"][0]["file"] = name
-    manifest["digest"] = checkpoint._manifest_digest(manifest)
+    manifest["digest"] = manifests.digest(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"expected file names inside it, got"):
         checkpoint.read(path)

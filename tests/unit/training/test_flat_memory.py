@@ -42,6 +42,8 @@ def test_400_updates_with_a_log_and_without_the_collector(tmp_path):
         accumulate=2,
         clip_norm=1.0,
         run_dir=tmp_path / "run",
+        save_every=90,
+        async_save=True,
         callbacks=[look, mpdp.CsvWriter()],
     )
     gc.collect()

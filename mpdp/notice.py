@@ -1,0 +1,154 @@
+"""Notice: SIGTERM and SIGUSR1 as a request to end in order, while somebody listens.
+
+Owns the handlers of these two signals and the watch over whether they are obeyed. What a training does about them is
+``training/preemption``. Knows no ranks and imports nothing of mpdp; :mod:`mpdp.guard` holds the one of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Notice:
+    """Whether a signal has asked this process to end.
+
+    Args:
+        changed: told whether signals are taken from now on.
+        expired: called with the signal, in a thread, when it was not obeyed in time; is to end the process.
+
+    Attributes:
+        number: the first signal that came while somebody listened, or None.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[bool], None] = lambda taken: None,
+        expired: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self.number: int | None = None
+        self._changed, self._expired = changed, expired
+        self._listeners: set[int] = set()
+        self._numbers = itertools.count()
+        self._patience = 0.0
+        self._taken: dict[int, Any] = {}  # signal -> what to put back
+        self._pid = 0
+        self._wake = -1
+        self._done = threading.Event()
+        self._lock = threading.RLock()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.number is not None
+
+    def listen(self, patience: float) -> int:
+        """Take the signals until :meth:`silence`, instead of dying of them. **Local.**
+
+        A signal that the program has a handler for, or ignores, stays as it is. Handlers belong to the main thread:
+        called in another one, this waits for :meth:`sync` there.
+
+        Args:
+            patience: seconds from a signal until the process ends although nobody has obeyed.
+
+        Returns:
+            what :meth:`silence` is to be given.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            self._listeners.add(number)
+            self._patience = patience
+        self.sync()
+        return number
+
+    def silence(self, listener: int) -> None:
+        """End what :meth:`listen` has begun; a signal that came too late to be obeyed comes again. **Local.**"""
+        with self._lock:
+            self._listeners.discard(listener)
+        self.sync()
+
+    def obeyed(self) -> None:
+        """Say that the program is about to end as asked; signals change nothing from now on. **Local.**"""
+        self._done.set()
+        self.number = None
+        self.sync()
+
+    def sync(self) -> None:
+        """Put handlers in or out as listeners want it; does nothing outside of the main thread. **Local.**"""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        with self._lock:
+            if self._listeners and self._pid != os.getpid():
+                self._take()
+            elif self._pid == os.getpid():
+                if self._done.is_set():
+                    for number in self._taken:
+                        signal.signal(number, signal.SIG_IGN)
+                if not self._listeners:
+                    self._give_back()
+
+    def _take(self) -> None:
+        ours = [number for number in self._taken if signal.getsignal(number) == signal.SIG_IGN]
+        self.number = None
+        self._done = threading.Event()
+        self._taken = {}
+        self._pid = os.getpid()
+        read, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        threading.Thread(
+            target=self._watch, args=(read, self._done, self._patience), name="mpdp-notice", daemon=True
+        ).start()
+        for number in SIGNALS:
+            if number in ours or signal.getsignal(number) == signal.SIG_DFL:
+                # MPICH's mpirun tells its ranks of a failed one by SIGUSR1, for which MPI_Init has set a handler in C.
+                # Python cannot put that back, and resets handlers of its own before the process is gone.
+                kept = number in ours or _caught_in_c(number)
+                self._taken[number] = signal.SIG_IGN if kept else signal.SIG_DFL
+                signal.signal(number, self._heard)
+        self._changed(True)
+
+    def _give_back(self) -> None:
+        self._changed(False)
+        for number, handler in self._taken.items():
+            if signal.getsignal(number) == self._heard:
+                signal.signal(number, handler)
+        self._pid = 0
+        os.close(self._wake)
+        late, self.number = self.number, None
+        if late is not None and not self._done.is_set():
+            os.kill(os.getpid(), late)
+        self._done.set()
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child, whose pool may be ended by this very signal
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.number is None:
+            self.number = number
+            with contextlib.suppress(OSError):
+                os.write(self._wake, b"!")
+
+    def _watch(self, read: int, done: threading.Event, patience: float) -> None:
+        try:
+            asked = os.read(read, 1)
+        finally:
+            os.close(read)
+        if asked and not done.wait(patience):
+            self._expired(self.number or signal.SIGTERM)
+
+
+def _caught_in_c(number: int) -> bool:
+    """Return whether the process has a handler for a signal; asked where Python has none. Linux."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False

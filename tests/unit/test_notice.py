@@ -1,0 +1,127 @@
+"""Signals as a request to end, in processes of their own: handlers, repeats, late ones, forks, patience."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from mpdp.notice import SIGNALS, Notice
+
+
+def run(text):
+    """Run a program that sends itself signals; return its status and output."""
+    prelude = """
+    import os, signal, sys, threading, time
+    from mpdp.notice import Notice
+    def send(number=signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(text)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_signal_is_noted_and_the_first_one_counts():
+    text = """
+    told = []
+    notice = Notice(told.append)
+    assert not notice.asked
+    listener = notice.listen(60)
+    send(signal.SIGUSR1); send(); send()
+    assert notice.asked and notice.number == signal.SIGUSR1 and told == [True]
+    notice.obeyed()
+    send()
+    notice.silence(listener)
+    send(); send(signal.SIGUSR1)  # it is about to end
+    print(told)
+    """
+    assert run(text) == (0, "[True, False]\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_nobody_listens_before_and_after(number):
+    assert run(f"notice = Notice(); send({int(number)})")[0] == -number
+    assert run(f"notice = Notice(); notice.silence(notice.listen(60)); send({int(number)})")[0] == -number
+
+
+def test_a_signal_that_nobody_obeyed_comes_again():
+    code, out = run(
+        "n = Notice(); k = n.listen(60); send(); print(n.asked, flush=True); n.silence(k); print('after')"
+    )
+    assert (code, out) == (-signal.SIGTERM, "True\n")
+
+
+def test_listeners_are_counted():
+    assert run("n = Notice(); n.listen(9); n.silence(n.listen(9)); send(); print(n.asked)") == (0, "True\n")
+
+
+def test_it_listens_again_after_it_was_obeyed():
+    text = """
+    n = Notice(); k = n.listen(9); send(); n.obeyed(); n.silence(k)
+    n.listen(9); print(n.asked); send(); print(n.asked)
+    """
+    assert run(text) == (0, "False\nTrue\n")
+
+
+def test_a_handler_of_the_program_stays():
+    text = """
+    signal.signal(signal.SIGTERM, lambda number, frame: print("mine"))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    n = Notice(); k = n.listen(60); send(); send(signal.SIGUSR1); print(n.asked); n.silence(k); send()
+    """
+    assert run(text) == (0, "mine\nFalse\nmine\n")
+
+
+def test_a_forked_child_dies_of_it():
+    text = """
+    n = Notice(); n.listen(60)
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]), n.asked)
+    """
+    assert run(text) == (0, "15 False\n")
+
+
+def test_a_process_that_does_not_obey_is_ended():
+    text = """
+    n = Notice(expired=lambda number: os._exit(100 + number))
+    n.listen(0.2); send(); time.sleep(30)
+    """
+    assert run(text)[0] == 115
+
+
+def test_a_handler_in_c_is_replaced_by_nothing():
+    """MPICH's SIGUSR1, with which its mpirun tells of a failed rank: Python could only put the deadly default back."""
+    text = """
+    import faulthandler
+    faulthandler.register(signal.SIGUSR1, file=open(os.devnull, "w"))
+    n = Notice(); n.silence(n.listen(60)); send(signal.SIGUSR1); print("alive")
+    """
+    assert run(text) == (0, "alive\n")
+
+
+def test_outside_of_the_main_thread_it_waits_for_sync():
+    notice, before = Notice(), signal.getsignal(signal.SIGTERM)
+    listeners = []
+    thread = threading.Thread(target=lambda: listeners.append(notice.listen(60)))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    try:
+        notice.sync()
+        assert signal.getsignal(signal.SIGTERM) == notice._heard
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert notice.asked
+        notice.number = None  # nothing is to come again
+    finally:
+        notice.silence(*listeners)
+    assert signal.getsignal(signal.SIGTERM) is before
