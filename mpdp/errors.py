@@ -69,7 +69,15 @@ class DisagreementError(MpdpError):
 
 
 class DivergenceError(DisagreementError):
-    """Replicas differ although every input agreed."""
+    """Replicas differ although every input agreed.
+
+    Attributes:
+        root: the rank whose state most ranks share; the lowest of them.
+        repaired: what to say where all ranks have taken it over.
+    """
+
+    root = 0
+    repaired = ""
 
 
 class DeviceError(MpdpError):

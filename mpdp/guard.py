@@ -66,6 +66,7 @@ class Guard:
         self.error: BaseException | None = None  # the error that fail() has reported
         self._pid = 0
         self._reported = False
+        self._asks = True  # where the others were says something of this failure
         self._ending = False
         self._finalizes_mpi = False
         self._lock = threading.Lock()
@@ -135,7 +136,8 @@ class Guard:
 
         **Local.** MPICH's holds the GIL and waits for ever for a rank that is gone. A rank of this node that
         goes is seen in :meth:`meet`; this is for one that goes a moment later, or on a node of its own. After
-        ``timeout`` seconds a C thread prints the stack and ends the process.
+        ``timeout`` seconds a C thread prints the stack and ends the process. Open MPI's waits as long for a launcher
+        that was killed: then the kernel ends this process.
         """
         guarded = self.announcement is not None and self.announcement.size > 1
         if self._pid == os.getpid() and "mpi4py.MPI" not in sys.modules:
@@ -147,11 +149,13 @@ class Guard:
         if guarded:
             with contextlib.suppress(Exception):  # stderr is closed or is no file
                 faulthandler.dump_traceback_later(timeout, exit=True)
+            processes.end_with(self.launcher)
         try:
             yield
         finally:
             if guarded:
                 faulthandler.cancel_dump_traceback_later()
+                processes.end_with(None)
 
     def attach(self, ring: Ring) -> None:
         """Hand over the ring that ``init`` has built; from now on failures go through it. **Local.**"""
@@ -200,6 +204,12 @@ class Guard:
         self._mark("failed", f"{where}: {text}")
         return True
 
+    def say_others(self) -> None:
+        """Print what the other ranks were doing when this one reported a failure of its own. **Local.**"""
+        others = "" if self.ring is None or not (self._reported and self._asks) else self.ring.others()
+        if others:
+            self._write(f"info the other ranks were then: {others}", "")
+
     def end(self, code: int = 1) -> None:
         """End this process and its job: by ``MPI_Abort`` where MPI runs, else by SIGKILL. Does not return.
 
@@ -209,6 +219,8 @@ class Guard:
             first, self._ending = not self._ending, True
         if not first:
             time.sleep(60)
+        with contextlib.suppress(Exception):
+            self.say_others()
         # A C thread that needs no GIL, in case that what follows blocks with it held.
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -273,6 +285,7 @@ class Guard:
             time.sleep(DEADLINE)
             self.end(code)
         self.error = error
+        self._asks = not getattr(error, "agreed", False)
         try:
             self._report_error(error, thread)
             if self.ring is not None:

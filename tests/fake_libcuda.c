@@ -1,7 +1,7 @@
 /* A driver for tests: it launches nothing, takes its time, and checks what a real one would refuse.
  *
  * Contexts, streams, modules and graphs are structures that know what they belong to. A launch needs a current context
- * in the calling thread that is the stream's, and a kernel of that context. It sleeps 50 us (with FAKE_LONG=1 1 ms, of
+ * in the calling thread that is the stream's, and a kernel of that context. It sleeps 50 us (with FAKE_LONG=1 2 ms, of
  * which a busy machine takes less notice), so that no core is needed; with FAKE_LOCK=process or FAKE_LOCK=context it holds
  * a lock of the process, or of the context, meanwhile.
  */
@@ -33,11 +33,12 @@ static Thing *make(int kind) {
 }
 static int is(Thing *thing, int kind) { return thing && thing->kind == kind; }
 static int here(Thing *thing, int kind) {
+    if (!thing && kind == STREAM) return !current ? NO_CONTEXT : OK; /* the context's default one */
     return !current ? NO_CONTEXT : is(thing, kind) && thing->context == current ? OK : WRONG_HANDLE;
 }
 static void spend(void) {
     const char *text = getenv("FAKE_LOCK"), *long_ones = getenv("FAKE_LONG");
-    struct timespec t = {0, long_ones ? 1000000 : 50000};
+    struct timespec t = {0, long_ones ? 2000000 : 50000};
     pthread_mutex_t *lock = !text ? NULL : strcmp(text, "process") ? &current->lock : &process;
     if (lock) pthread_mutex_lock(lock);
     nanosleep(&t, NULL);
@@ -67,6 +68,7 @@ int cuStreamCreate(Thing **stream, unsigned flags) {
 int cuStreamSynchronize(Thing *stream) { return here(stream, STREAM); }
 int cuStreamDestroy_v2(Thing *stream) { return here(stream, STREAM); }
 int cuModuleLoadData(Thing **module, const char *image) {
+    if (current) spend();
     *module = make(MODULE);
     return !current ? NO_CONTEXT : strstr(image, ".version") && strstr(image, ".entry nothing") ? OK : INVALID;
 }
@@ -77,12 +79,31 @@ int cuModuleGetFunction(Thing **function, Thing *module, const char *name) {
 }
 int cuEventCreate(Thing **event, unsigned flags) { *event = make(EVENT); return flags == 2 ? OK : INVALID; }
 int cuEventQuery(Thing *event) { spend(); return is(event, EVENT) ? NOT_READY : WRONG_HANDLE; }
+int cuStreamQuery(Thing *stream) { spend(); return here(stream, STREAM); }
+int cuEventRecord(Thing *event, Thing *stream) { spend(); return here(event, EVENT) | here(stream, STREAM); }
+int cuEventSynchronize(Thing *event) { return here(event, EVENT); }
+int cuMemAlloc_v2(void **memory, uint64_t bytes) { spend(); *memory = malloc(bytes); return !current ? NO_CONTEXT : OK; }
+int cuMemFree_v2(void *memory) { free(memory); return !current ? NO_CONTEXT : OK; }
+int cuMemAllocAsync(void **memory, uint64_t bytes, Thing *stream) { return cuMemAlloc_v2(memory, bytes) | here(stream, STREAM); }
+int cuMemFreeAsync(void *memory, Thing *stream) { return cuMemFree_v2(memory) | here(stream, STREAM); }
+int cuMemAllocHost_v2(void **memory, uint64_t bytes) { return cuMemAlloc_v2(memory, bytes); }
+int cuMemFreeHost(void *memory) { return cuMemFree_v2(memory); }
+int cuMemcpyHtoDAsync_v2(void *to, const void *from, uint64_t bytes, Thing *stream) {
+    spend();
+    memcpy(to, from, bytes);
+    return here(stream, STREAM);
+}
+int cuPointerGetAttribute(unsigned *kind, int which, void *memory) {
+    spend();
+    *kind = 2;
+    return which == 2 && memory ? OK : INVALID;
+}
 int cuEventDestroy_v2(Thing *event) { return here(event, EVENT); }
 int cuLaunchKernel(Thing *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, Thing *stream, void **parameters, void **extra) {
     if (gx != 1 || gy != 1 || gz != 1 || bx != 32 || by != 1 || bz != 1 || shared || extra || !parameters) return INVALID;
     if (here(stream, STREAM) || here(function, FUNCTION)) return here(stream, STREAM) ? here(stream, STREAM) : WRONG_HANDLE;
-    if (stream->capturing) return stream->nodes++, OK;
+    if (stream && stream->capturing) return stream->nodes++, OK;
     return spend(), OK;
 }
 int cuStreamBeginCapture_v2(Thing *stream, int mode) {

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(
         dest="benchmark",
         required=True,
-        metavar="{train,placements,all-reduce,contention,memory,checkpoint}",
+        metavar="{train,placements,all-reduce,contention,memory,checkpoint,faults}",
     )
     _add_train(commands)
     _add_placements(commands)
@@ -45,9 +45,12 @@ def main(argv: Sequence[str]) -> int:
     _add_memory(commands)
     _add_checkpoint(commands)
     _add_contention(commands)
+    _add_faults(commands)
     arguments = parser.parse_args(argv)
     if arguments.benchmark in ("memory", "checkpoint"):
         return _of_the_host(arguments)
+    if arguments.benchmark == "faults":
+        return _faults(parser, arguments)
     kind = "auto"
     if arguments.device != "auto":
         try:
@@ -335,6 +338,58 @@ def _contention(arguments: argparse.Namespace) -> int:
         json_path=arguments.json,
         plot_path=arguments.plot,
         torch_python=arguments.torch_python,
+    )
+
+
+def _add_faults(commands: Any) -> None:
+    parser = commands.add_parser("faults", help="break short trainings in every known way, see how they end")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
+    parser.add_argument("--quick", action="store_true", help="a dozen faults")
+    parser.add_argument(
+        "--cost", action="store_true", help="measure instead what checks cost a step of mlp; under a launcher"
+    )
+    parser.add_argument("--trials", type=_at_least_one, default=None, help="faults (default: 320)")
+    parser.add_argument("--seconds", type=float, default=None, help="after which no fault is begun")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=None, help="as in kill,stopped")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="one more Python, with another MPI"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="PATH",
+        default=None,
+        help="write one JSON object, and PATH.rows.jsonl, from which it goes on; - is stdout",
+    )
+
+
+def _faults(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if arguments.cost:
+        from .faults import cost
+
+        return cost.run(quick=arguments.quick, json_path=arguments.json)
+    from .. import guard
+    from .faults import command
+    from .faults.kinds import KINDS
+
+    announcement = guard.current.announcement
+    if announcement is not None and announcement.size > 1:
+        parser.error(
+            f"faults: expected no launcher, got one of {announcement.size} ranks; it starts its jobs itself"
+        )
+
+    for name in arguments.kinds or ():
+        if name not in KINDS:
+            parser.error(f"--kinds: expected some of {','.join(KINDS)}, got {name!r}")
+    return command.run(
+        device=arguments.device,
+        quick=arguments.quick,
+        trials=arguments.trials,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        kinds=arguments.kinds,
+        pythons=arguments.python,
+        json_path=arguments.json,
     )
 
 

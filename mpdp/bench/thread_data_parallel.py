@@ -25,7 +25,7 @@ from ..device import Device, as_device
 from ..device_memory import DeviceInfo
 from ..device_memory import devices as visible
 
-BALANCE = 0.75  # of the largest device's memory; below that a device is warned about
+BALANCE = 0.75  # of the largest device's memory, and multiprocessors; below that a device is warned about
 
 
 class DataParallel:
@@ -70,7 +70,8 @@ class DataParallel:
             if output_device is not None
             else (self.devices[0] if self.devices else None)
         )
-        check_balance([info for info in infos if info.device in self.devices])
+        used = [info for info in infos if info.device in self.devices]
+        check_balance(used, [_multiprocessors(info.device) for info in used])
         self._passes: list[tuple[Tensor, list[tuple[Tensor, Device]], list[nn.Module]]] = []
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
@@ -270,13 +271,28 @@ def _parallel(call: Callable[[int], Any], devices: Sequence[Device]) -> list[Any
     return results
 
 
-def check_balance(infos: Sequence[DeviceInfo]) -> None:
-    """Warn of devices that have much less memory than the largest: each gets an equal share of the batch. **Local.**"""
-    largest = max((info.total for info in infos), default=0)
-    for info in infos:
-        if info.total < BALANCE * largest:
-            warnings.warn(
-                f"{info.device}: expected memory of at least {BALANCE:.0%} of the largest device's {largest} bytes, "
-                f"got {info.total}; leave it out of devices",
-                stacklevel=3,
-            )
+def check_balance(infos: Sequence[DeviceInfo], processors: Sequence[int] = ()) -> None:
+    """Warn of devices much smaller than the largest: each gets an equal share of the batch.
+
+    **Local.**
+
+    Args:
+        infos: of the devices.
+        processors: how many multiprocessors each has; none given: not looked at.
+    """
+    sizes = {"memory": ([info.total for info in infos], "bytes")}
+    if processors:
+        sizes["multiprocessors"] = list(processors), "in number"
+    for what, (found, unit) in sizes.items():
+        largest = max(found, default=0)
+        for info, size in zip(infos, found):
+            if size < BALANCE * largest:
+                warnings.warn(
+                    f"{info.device}: expected {what} of at least {BALANCE:.0%} of the largest device's {largest} "
+                    f"{unit}, got {size}; leave it out of devices",
+                    stacklevel=3,
+                )
+
+
+def _multiprocessors(device: Device) -> int:
+    return int(device.xp.cuda.runtime.getDeviceProperties(device.ordinal)["multiProcessorCount"])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import LaunchError
+from ..errors import LaunchError, MpdpError
 from .transports import foresee, lines, links
 
 _PACKAGES = {
@@ -106,8 +106,13 @@ def examine() -> tuple[dict[str, Any] | None, list[Problem]]:
                 "unset them, or start with mpdp run",
             )
         )
-    if guard.current.announcement is None or report["mpi"]["library"] is None:
+    announcement = guard.current.announcement
+    if announcement is None or report["mpi"]["library"] is None:
         return report, problems
+    why = launch.misfit(announcement.launcher, report["mpi"]["vendor"], report["mpi"]["details"])
+    if why is not None:  # MPI would not start, or start worlds of one
+        problems.append(Problem(why, "start the job with mpdp run, which finds the launcher of the library"))
+        return (report if announcement.rank == 0 else None), problems
     return _job(report, problems)
 
 
@@ -119,7 +124,7 @@ def _installed(name: str) -> str | None:
 
 
 def _mpi(problems: list[Problem]) -> dict[str, Any]:
-    from .mpi_library import find_launcher, probe
+    from .mpi_library import find_launcher, first_on_path, probe
 
     try:
         library = probe()
@@ -129,11 +134,20 @@ def _mpi(problems: list[Problem]) -> dict[str, Any]:
         )
         return {"library": None}
     found: dict[str, Any] = {"library": str(library), "family": library.family, "path": library.path}
+    found |= {"vendor": library.vendor, "details": library.details}
     try:
         found["launcher"] = find_launcher(library)
     except LaunchError as error:
         problems.append(
             Problem(f"no launcher for {library}: {error}", "put the library's own mpirun on the PATH")
+        )
+    typed = first_on_path()
+    if typed is not None and typed[1] != library.family and "launcher" in found:
+        problems.append(
+            Problem(
+                f"mpirun on the PATH, {typed[0]}, is not of {library}, which mpi4py loads",
+                f"start jobs with mpdp run, or with {found['launcher']}",
+            )
         )
     try:
         room = os.statvfs("/dev/shm")
@@ -211,7 +225,16 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
     from .. import cores
     from ..world import blas_threads, init
 
-    world = init()
+    try:
+        world = init()
+    except MpdpError as error:
+        if not getattr(error, "agreed", False):
+            raise
+        # All ranks are told of it together, so all end here: what keeps a training from starting is a finding too.
+        text, _, cure = str(error).partition("; ")
+        problems.append(Problem(text, cure or "see docs/guide.md"))
+        return (report if MPI.COMM_WORLD.Get_rank() == 0 else None), problems
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = {
         "rank": world.rank,
         "node": world.node,
@@ -222,6 +245,8 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         "blas_threads": blas_threads(),
         "python": platform.python_version(),
         "mps": report["gpus"].get("mps"),
+        "gpus": len(report["gpus"]["devices"]),
+        "affinity": affinity,
         "problems": [[p.what, p.cure] for p in problems],
     }
     ranks = [json.loads(text) for text in world.comm.all_gather_bytes(json.dumps(mine).encode())]
@@ -275,6 +300,7 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
                 "ranks are bound to one core each", "start with mpdp run, or pass --bind-to none to mpirun"
             )
         )
+    found += _uneven(ranks, world.num_nodes)
     if job["thread_level"] != "multiple" and world.size > 1:
         found.append(
             Problem(
@@ -292,6 +318,31 @@ def _job(report: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any
         ranks_per_gpu=world.ranks_per_device,
     )
     return ({**report, "job": job} if world.rank == 0 else None), found
+
+
+def _uneven(ranks: list[dict[str, Any]], nodes: int) -> list[Problem]:
+    """Return what is wrong with how cores and GPUs are dealt out to the ranks."""
+    found = []
+    for node in range(nodes):
+        here = [r for r in ranks if r["node"] == node]
+        cores = {core for r in here for core in r["affinity"]}
+        if cores and len(cores) < len(here) and len(cores) < (os.cpu_count() or 1):
+            found.append(
+                Problem(
+                    f"the {len(here)} ranks of node {node} may use no more than core "
+                    f"{', '.join(map(str, sorted(cores)))}",
+                    "give the job more cores (srun --cpus-per-task), or pass --bind-to none to mpirun",
+                )
+            )
+    if len({r["gpus"] for r in ranks}) > 1:
+        seen = "; ".join(f"{r['gpus']} on rank {r['rank']}" for r in ranks[:8])
+        found.append(
+            Problem(
+                f"ranks see different numbers of GPUs: {seen}",
+                "set CUDA_VISIBLE_DEVICES alike on all nodes, or ask for the same GPUs for every task",
+            )
+        )
+    return found
 
 
 def _announced_launcher() -> str | None:
@@ -313,6 +364,11 @@ def _table(report: dict[str, Any]) -> str:
             or "unknown"
         ),
     ]
+    if mpi.get("family") == "openmpi":
+        rows.append(
+            f"plain mpirun of Open MPI starts no more than {cores['in_reach']} ranks here (its slots) without "
+            "--map-by :OVERSUBSCRIBE, and none as root without --allow-run-as-root; mpdp run passes both"
+        )
     for gpu in gpus["devices"]:
         free, total = gpu["free_bytes"] / 2**30, gpu["total_bytes"] / 2**30
         rows.append(f"{gpu['device']}: {gpu['name']}, {free:.1f} of {total:.1f} GiB free, {gpu['uuid']}")

@@ -38,7 +38,7 @@ try:
     path = next((name for name in names if name.rsplit("/", 1)[-1].startswith("libmpi.")), "")
 except OSError:
     pass
-print(json.dumps({"vendor": vendor, "version": version, "path": path}))
+print(json.dumps({"vendor": vendor, "version": version, "path": path, "details": MPI.Get_library_version()}))
 """
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "MVAPICH": "mpich", "Intel MPI": "intel"}
 _NAMES = {
@@ -61,12 +61,14 @@ class MpiLibrary:
         vendor: its name for people.
         version: major, minor, patch.
         path: the file, or ``""`` where the system does not say.
+        details: what it says of its version.
     """
 
     family: str
     vendor: str
     version: tuple[int, ...]
     path: str
+    details: str = ""
 
     def __str__(self) -> str:
         return f"{self.vendor} {'.'.join(str(part) for part in self.version)}"
@@ -103,7 +105,9 @@ def probe(python: str = sys.executable, environ: Mapping[str, str] | None = None
         raise LaunchError(
             f"MPI: expected one of {known}, got {answer['vendor']!r}; start the job with its own mpirun"
         )
-    return MpiLibrary(family, answer["vendor"], tuple(answer["version"]), answer["path"])
+    return MpiLibrary(
+        family, answer["vendor"], tuple(answer["version"]), answer["path"], answer.get("details", "")
+    )
 
 
 def find_launcher(library: MpiLibrary, environ: Mapping[str, str] | None = None) -> str:
@@ -142,6 +146,12 @@ def launcher_family(path: str) -> str | None:
     if "Intel(R) MPI" in text:
         return "intel"
     return "mpich" if re.search(r"HYDRA|MPICH", text) else None
+
+
+def first_on_path(environ: Mapping[str, str] | None = None) -> tuple[str, str | None] | None:
+    """Return the mpirun that a user who types ``mpirun`` gets, and its family; None where there is none. **Local.**"""
+    found = shutil.which("mpirun", path=(os.environ if environ is None else environ).get("PATH", os.defpath))
+    return None if found is None else (found, launcher_family(found))
 
 
 def _candidates(library: MpiLibrary, environ: Mapping[str, str]) -> list[str]:

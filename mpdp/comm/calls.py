@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..errors import CommunicationError
 from .base import FLOATS, INTEGERS, OPS
 
 _NAMES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "exclusive_sum", "barrier")
@@ -55,6 +56,20 @@ def sign(name: str, op: str, array: Any, details: Sequence[int] | int = 0) -> in
 def sign_numbers(integers: int, floats: int) -> int:
     """Return the signature of the reduction of so many numbers: that of a maximum of int64 with details. **Local.**"""
     return integers << 24 | (floats & 0xFFFF) << 8 | _NUMBERS
+
+
+def mismatch(ranks: Sequence[int], signatures: Sequence[int]) -> CommunicationError:
+    """Return the error of ranks that are in different calls, naming them. **Local.**"""
+    groups: dict[int, list[int]] = {}
+    for rank, signature in zip(ranks, signatures):
+        groups.setdefault(signature, []).append(rank)
+    listed = "; ".join(
+        f"{describe(signature)} on rank {', '.join(map(str, some))}" for signature, some in groups.items()
+    )
+    return CommunicationError(
+        f"{describe(signatures[0]).partition(' ')[0]}: expected the same call, dtype and length on all ranks, "
+        f"got {listed}; call it on all ranks, in the same order"
+    )
 
 
 def describe(signature: int) -> str:

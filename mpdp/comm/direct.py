@@ -32,7 +32,7 @@ from ..errors import CommunicationError, on_all_ranks
 from .activity import Activity
 from .base import Communicator, Request
 from .blocks import slices
-from .calls import Call, describe, sign, sign_numbers
+from .calls import Call, mismatch, sign, sign_numbers
 from .flags import DONE, HISTORY, LOCATIONS, READY, SIGNATURES
 from .lane import Lane
 from .regions import Regions
@@ -380,14 +380,4 @@ class DirectCommunicator(Communicator):
                     part[...] = staged[owner][: part.size]
 
     def _mismatch(self, signatures: Sequence[int]) -> CommunicationError:
-        groups: dict[int, list[int]] = {}
-        for rank, signature in zip(self.names or range(self.size), signatures):
-            groups.setdefault(signature, []).append(rank)
-        listed = "; ".join(
-            f"{describe(signature)} on rank {', '.join(map(str, ranks))}"
-            for signature, ranks in groups.items()
-        )
-        return CommunicationError(
-            f"{describe(signatures[0]).partition(' ')[0]}: expected the same call, dtype and length on all ranks, "
-            f"got {listed}; call it on all ranks, in the same order"
-        )
+        return mismatch(self.names or range(self.size), signatures)

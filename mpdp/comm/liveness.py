@@ -11,6 +11,7 @@ Messages travel both ways round the ring, so that they pass a rank that is gone:
 beat    each second: step and collective of a neighbour
 fail    a failure that is already reported: be quiet, and end when the deadline passes
 stall   a rank waited too long: everyone prints what it is doing
+where   the answer to both, on its way to the rank that reports: what another one is doing
 left    the first rank that came to its orderly end
 token   from rank 0 to its successor and on, each rank once it has left; back at rank 0, all have left
 bye     all have left: the end of this connection is no death
@@ -33,6 +34,7 @@ from ..errors import CommunicationError
 from ..processes import Process
 from .activity import Activity
 from .links import Link, Listener, connect
+from .whereabouts import Whereabouts
 
 BEAT = 1.0  # seconds between heartbeats
 GRACE = (
@@ -86,6 +88,9 @@ class Ring:
         self._deadline: tuple[float, int] | None = None  # when to end, and with which status
         self._departed: dict[str, Any] | None = None  # the first rank that left: its words, when we heard
         self._deaths: dict[int, float] = {}  # neighbour -> when its connection ended
+        self._reporter = size  # the lowest rank that is known to have reported,
+        self._teller: Link | None = None  # where this rank has heard of it,
+        self._others: Whereabouts | None = None  # and what has come back, where it is this one
         self._left = False
         self._token = False
         self._stalled = False
@@ -99,6 +104,13 @@ class Ring:
     def failure(self) -> str | None:
         """What has failed, here or on another rank; it has been reported. None as long as all is well."""
         return self.activity.failure
+
+    def others(self) -> str:
+        """Return what the other ranks said they were doing when this one told them of a failure. **Local.**
+
+        Empty where this rank has told nothing.
+        """
+        return "" if self._others is None else str(self._others)
 
     def listen(self, across_nodes: bool = False) -> bytes:
         """Open this rank's end and return its address, of ``links.ADDRESS_BYTES`` bytes. **Local.**"""
@@ -149,6 +161,7 @@ class Ring:
         with self._lock:
             if self.activity.failure is None:
                 self.activity.failure = f"rank {self.rank} failed in step {self.activity.step}: {summary}"
+                self._gather()
             self._send_round("fail", None, rank=self.rank, text=self.activity.failure)
             self._end_in(after, code)
         self._wake()
@@ -169,6 +182,15 @@ class Ring:
         self._wake()
         while not self.all_left.wait(0.2):  # in slices, so that a signal is handled
             pass
+
+    def hold(self) -> None:
+        """Stand still until :meth:`release`, for a measurement of what watching costs. **Local.**"""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """Go on after :meth:`hold`. **Local.** The same thread calls it."""
+        self._resumed = time.monotonic()
+        self._lock.release()
 
     def close(self) -> None:
         """Stop watching. **Local.** Without :meth:`leave` before it, the others take it for a death."""
@@ -227,11 +249,15 @@ class Ring:
 
     def _handle(self, link: Link, message: dict[str, Any]) -> None:
         kind = message["kind"]
-        if kind == "fail" and self.activity.failure is None:
-            self._learn(link, "fail", message)
-        elif kind == "stall" and not self._stalled:
-            self._learn(link, "stall", message)
-            self._print_stall()
+        if kind in ("fail", "stall") and self._is_news(kind, message["rank"]):
+            self._learn(link, kind, message)
+            if kind == "stall" and not self._stalled:
+                self._print_stall()
+        elif kind == "where":
+            if self._others is not None:
+                self._others.note(message["rank"], str(message["text"]))
+            elif self._teller is not None:
+                self._teller.send("where", rank=message["rank"], text=message["text"])
         elif kind == "left" and self._departed is None:
             self._depart({key: message[key] for key in ("rank", "step", "count")}, link)
         elif kind == "token":
@@ -301,6 +327,7 @@ class Ring:
             else:
                 return
         self.activity.failure = summary
+        self._gather()
         self._send_round("stall", None, rank=self.rank, text=summary)
         self._print_stall()
         self._end_in(1.0, 1)
@@ -309,8 +336,14 @@ class Ring:
         self._stalled = True
         call, since = self.activity.waiting()
         where = "in no collective" if call is None else f"{call}, since {time.monotonic() - since:.1f} s"
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = sys._current_frames()
+        frame = frames.get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        if call is None:  # what this rank waits for may be another thread's doing: a loader in a read
+            for thread in threading.enumerate():
+                frame = frames.get(thread.ident or 0)
+                if frame is not None and thread not in (threading.main_thread(), threading.current_thread()):
+                    stack += f"thread {thread.name!r}:\n" + "".join(traceback.format_stack(frame))
         self._report(f"stalled: rank {self.rank}, step {self.activity.step}, {where} ({self.failure})", stack)
 
     # -- actions, under the lock
@@ -318,15 +351,34 @@ class Ring:
     def _declare(self, text: str) -> None:
         """Report a failure that this thread has found, tell the others, end soon."""
         self.activity.failure = text
+        self._gather()
         self._report(text)
         self._send_round("fail", None, rank=self.rank, text=text)
         self._end_in(SPREAD, 1)
 
+    def _is_news(self, kind: str, reporter: int) -> bool:
+        """Of several ranks that report at once, all answer the lowest."""
+        first = self.activity.failure is None or (kind == "stall" and not self._stalled)
+        return first or reporter < self._reporter
+
     def _learn(self, link: Link, kind: str, message: dict[str, Any]) -> None:
         if self.activity.failure is None:
             self.activity.failure = str(message["text"])
+        if message["rank"] < self._reporter:
+            self._reporter, self._teller, self._others = message["rank"], link, None
+            if Whereabouts(self.rank, self.size).near(self.rank, self._reporter):
+                link.send("where", rank=self.rank, text=self._where())
         self._send_round(kind, link, rank=message["rank"], text=message["text"])
         self._end_in(QUIET + GRACE if kind == "stall" else QUIET, 1)
+
+    def _gather(self) -> None:
+        self._reporter, self._others = self.rank, Whereabouts(self.rank, self.size)
+
+    def _where(self) -> str:
+        call, since = self.activity.waiting()
+        if self._left:
+            return f"at its end, behind step {self.activity.step}"
+        return f"in {self.activity}" + ("" if call is None else f" for {time.monotonic() - since:.1f} s")
 
     def _depart(self, words: dict[str, Any], link: Link | None) -> None:
         self._departed = {**words, "heard": time.monotonic()}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .plan_book import PlanBook
 
 ACTIVATIONS = (None, "relu", "gelu")  # what `linear` applies to its result
+Into = tuple[Array | None, float] | None  # where a gradient goes, and what the old contents count
 ATTENTIONS = ("auto", "cudnn", "plain")  # the engines of `attention`
 
 
@@ -128,12 +129,23 @@ class Kernels(ImageKernels):
         """
         raise NotImplementedError
 
-    def spare_multiprocessors(self, count: int) -> None:
-        """Let the products that follow leave ``count`` multiprocessors of a GPU to other kernels; 0 takes all.
+    def linear_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        x: Array,
+        weight: Array,
+        into: tuple[Into, Into, Into],
+    ) -> list[Array | None]:
+        """Return the gradients of x, weight and bias from the gradient of :meth:`linear`.
 
-        For the time that communication runs beside backward. The algorithm of a product may change, and with it the
-        last bits: at equal products of all steps the count is to be the same.
+        ``into`` says of each where it goes: None where nobody wants it, (None, 0.0) for a new array, or (out, beta).
         """
+        g, bias = self.activation_backward(g, saved, activation, into[2] is not None, *(into[2] or ()))
+        of_x = None if into[0] is None else self.gemm(g, weight, *into[0])
+        of_weight = None if into[1] is None else self.gemm(g.T, x, *into[1])
+        return [of_x, of_weight, bias]
 
     # -- reductions ----------------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ LAUNCH, UPDATE, HALTED, APPLY, APPLIED, HALTED_STEP, SCALE, NORM, LOSS, COUNT, M
 HEAD = 16
 STEP, START, ROWS, KNOWN, POWER, LOSS_SCALE, CLIP, SEED, SKIPS = range(16, 25)
 NUMBERS = 32
-FULL, STATUS, TOTAL, COUNTED, OWN, LENGTH, FIRST, WHEN = range(8)
+FULL, STATUS, TOTAL, COUNTED, OWN, LENGTH, FIRST, WHEN = range(
+    8
+)  # of a report; all together, by XOR, are its number
 REPORT = 8
 
 
@@ -43,7 +45,7 @@ class Status(IntEnum):
 
 Loss = tuple[Any, float, Any]  # total, factor and count, as for :meth:`Board.take`
 _STATUS = tuple(Status)
-_WORD, _REPORT, _SLOT = struct.Struct("=q"), struct.Struct("=2q4d2q"), struct.Struct("=4q4dq")
+_WORDS, _REPORT, _SLOT = struct.Struct("=8q"), struct.Struct("=2q4d2q"), struct.Struct("=4q4dq")
 
 
 class Report(NamedTuple):
@@ -256,7 +258,8 @@ class Board:
     def report(self, update: int) -> Report | None:
         """Return the report of an update of this board, counted from 0; None if it is not there yet."""
         at = 8 * (update % self.reports * REPORT)
-        if _WORD.unpack_from(self._report_bytes, at)[0] != update + 1:
+        full, a, b, c, d, e, f, g = _WORDS.unpack_from(self._report_bytes, at)
+        if full ^ a ^ b ^ c ^ d ^ e ^ f ^ g != update + 1:  # some words are not there yet
             return None
         _, status, *rest = _REPORT.unpack_from(self._report_bytes, at)
         return Report(_STATUS[status], *rest)
@@ -349,4 +352,4 @@ class HostBoard(Board):
             bad,
             words[HALTED_STEP if words[HALTED] else STEP],
         )
-        self._reports[at + FULL] = update + 1
+        self._reports[at + FULL] = np.bitwise_xor.reduce(self._reports[at + 1 : at + REPORT]) ^ (update + 1)

@@ -111,9 +111,6 @@ class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAtte
             g = self.relu_backward(g, saved) if activation == "relu" else self.gelu_backward(g, saved)
         return g, self.sum_to(g, g.shape[1:], out, beta) if sums else None
 
-    def spare_multiprocessors(self, count: int) -> None:
-        pass  # a CPU has none
-
     # -- reductions ----------------------------------------------------------------------------------------
 
     def sum(self, x: Array, axis: int | Shape | None = None, keepdims: bool = False) -> Array:

@@ -60,7 +60,6 @@ class Problem(NamedTuple):
     batch: int = 1
     epilogue: str = "DEFAULT"  # name of a cublasLtEpilogue_t
     alignment: int = 16  # bytes of which all addresses are a multiple
-    multiprocessors: int = 0  # to use at most; 0: all
 
     def key(self) -> str:
         """Return the problem as text."""
@@ -113,8 +112,6 @@ class Plan:
                 self.set("BIAS_DATA_TYPE", written)
             if "AUX" in p.epilogue or p.epilogue.startswith("D"):
                 self.set("EPILOGUE_AUX_LD", p.columns)
-        if p.multiprocessors:
-            self.set("SM_COUNT_TARGET", p.multiprocessors)
         self.zero, self.one = scalars(p.read)
         self._pointers: dict[str, tuple[int, Any]] = {}
         self.found: Any = None

@@ -29,7 +29,7 @@ from .cuda_random import CudaRandom
 from .cuda_rows import CudaRows
 from .cuda_rules import CudaRules
 from .cuda_source import THREADS, loop_blocks, types
-from .precision import is_floating, wide
+from .precision import is_floating, is_half, wide
 
 _CHUNK_ROWS = 128  # rows that a chunk of a column sum has at least: a small batch takes one launch
 _MOST_CHUNKS = 256
@@ -78,6 +78,12 @@ class CudaKernels(
 
     def store(self, value: Array, out: Array, beta: float = 0.0) -> Array:
         into, value = self._as_they_lie(out, value)
+        if beta == 0.0 and _casts(value, into):  # CuPy takes one element a thread at a time
+            built = types(value.dtype, into.dtype)
+            self.launch(
+                "casts", "cast", built, loop_blocks(into.size, 8 * THREADS), THREADS, value, into, into.size
+            )
+            return out
         if value.dtype.itemsize == into.dtype.itemsize == 2 and value.dtype != into.dtype:
             value = value.astype(np.float32)  # CuPy has no cast from bfloat16 to float16, nor back
         if beta == 0.0:
@@ -168,6 +174,8 @@ class CudaKernels(
 
     def add(self, a: Array, b: Array) -> Array:
         first, other = self._as_they_lie(a, b)
+        if a.shape == b.shape and a.dtype == b.dtype and is_half(a.dtype) and first.flags.c_contiguous:
+            return self._map("sum", a, b)
         out = self.xp.add(first, other)
         if out.dtype != a.dtype:  # older ml_dtypes
             out = out.astype(a.dtype)
@@ -200,3 +208,13 @@ class CudaKernels(
             arguments = self.flat(x), self.flat(mask), out, out.size, float(scale)
             self.launch("elementwise", "dropout", types(x.dtype), loop_blocks(out.size), THREADS, *arguments)
         return out
+
+
+def _casts(value: Array, out: Array) -> bool:
+    """Return whether a kernel of ours casts one array to another: 16-bit floats and float32, in C order."""
+    return (
+        value.shape == out.shape
+        and out.size > 0
+        and value.dtype != out.dtype
+        and all(a.flags.c_contiguous and (is_half(a.dtype) or a.dtype == np.float32) for a in (value, out))
+    )

@@ -15,7 +15,7 @@ from .board import HEAD, Board, Loss
 from .cuda_source import THREADS, number, stored
 
 _ARRAYS = 4  # that one launch of `fetch` copies
-_MOST_BLOCKS = 264  # two a multiprocessor of an H200
+_MOST_BLOCKS = 1056  # eight a multiprocessor of an H200
 _EACH = 16 * 2 * THREADS  # bytes that a block copies
 
 

@@ -20,13 +20,19 @@ from .cuda_layouts import CudaLayouts
 from .cuda_source import THREADS, stored, summed
 from .precision import wide
 
-_AT_ONCE = 3  # blocks on a multiprocessor
-# Rows that a thread loads at a time, of one array and of several: more would not fit 80 registers.
-_UNROLL = 4, 2
-_SUM_BLOCKS = (
-    396  # three a multiprocessor of an H200, so that all run at once; a constant, since it orders the sums
-)
-_MAP_BLOCKS = 1056
+
+class _Sweep(NamedTuple):
+    """How kernels go over rows: measured on an H200, and constants, since blocks order the sums."""
+
+    at_once: int  # blocks on a multiprocessor
+    rows: int  # that a thread loads at a time
+    blocks: int
+
+
+_MOMENTS = _Sweep(2, 8, 264)
+_SUMS = _MAPS = _Sweep(2, 4, 264)  # all blocks run at once
+_LARGE_MAPS = _Sweep(3, 2, 4224)
+_LARGE = 300 << 20  # bytes from which on many short blocks are faster at what has no sums
 
 
 class _Normalised(NamedTuple):
@@ -66,7 +72,8 @@ class CudaChannels(CudaLayouts, ChannelKernels):
             parts = self.flat(gather(self.channel_moments(x)))
             kept = running or (None, None)
             self.launch(
-                "channels", "moments_merge", self._built(x.dtype, 1, kept=kept[0]), -(-channels // THREADS), THREADS,
+                "channels", "moments_merge", self._built(x.dtype, 1, _MOMENTS, kept=kept[0]),
+                -(-channels // THREADS), THREADS,
                 parts, len(parts), channels, float(eps), numbers, *kept, float(momentum),
             )  # fmt: skip
         return Statistics(numbers[:1].reshape(()), numbers[1 : 1 + channels], numbers[1 + channels :])
@@ -77,10 +84,10 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         x = self.channels_last(x)
         channels = x.shape[-1]
         rows, vector = x.size // max(channels, 1), self.vector(channels, x)
-        grid, block, tile = _geometry(rows, channels, vector, _SUM_BLOCKS, _UNROLL[0])
+        grid, block, tile = _geometry(rows, channels, vector, _MOMENTS)
         partial = self.xp.empty((grid[1], 2, channels), wide(x.dtype))
         kept = running or (None, None)
-        built = self._built(x.dtype, vector, kept=kept[0])
+        built = self._built(x.dtype, vector, _MOMENTS, kept=kept[0])
         self.launch("channels", "moments", built, grid, block, x, partial, rows, channels)
         self.launch(
             "channels", "moments_finish", built, -(-channels // 32), (32, 32),
@@ -115,8 +122,9 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         saved = _Normalised(x, mean, rstd, weight, bias, positive, relu, residual is not None)
         if x.size:
             rows = x.size // channels
-            grid, block, _ = _geometry(rows, channels, vector, _MAP_BLOCKS)
-            built = self._built(x.dtype, vector, saved)
+            sweep = _LARGE_MAPS if x.nbytes >= _LARGE else _MAPS
+            grid, block, _ = _geometry(rows, channels, vector, sweep)
+            built = self._built(x.dtype, vector, sweep, saved)
             self.launch(
                 "channels", "normalise", built, grid, block,
                 x, mean, rstd, weight, bias, residual, out, positive, rows, channels,
@@ -144,7 +152,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         if any(a.data.ptr % (vector * a.dtype.itemsize) for a in parts):
             parts = [a.copy() for a in parts]
         rows = x.size // max(channels, 1)
-        grid, block, _ = _geometry(rows, channels, vector, _SUM_BLOCKS)
+        grid, block, _ = _geometry(rows, channels, vector, _SUMS)
         partial = xp.empty((grid[1], 2, channels), wide(x.dtype))
         sums = xp.empty((2, channels), np.float64)
         # Into one dtype by the kernel, anything else from the sums.
@@ -152,7 +160,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         direct = [pair is not None and _writable(pair[0], target) for pair in (gain, shift)]
         arrays = [pair[0] if pair is not None and own else None for pair, own in zip((gain, shift), direct)]
         betas = [int(pair is not None and pair[1] != 0.0) for pair in (gain, shift)]
-        built = self._built(x.dtype, vector, saved, target=target, pair=other is not None)
+        built = self._built(x.dtype, vector, _SUMS, saved, target=target, pair=other is not None)
         self.launch(
             "channels", "channel_sums", built, grid, block,
             parts[0], parts[-1], x, saved.positive, saved.mean, saved.rstd, saved.weight, saved.bias, masked, partial,
@@ -176,10 +184,11 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         if out.size:
             channels = x.shape[-1]
             rows, vector = x.size // channels, self.vector(channels, x, g)
-            grid, block, _ = _geometry(rows, channels, vector, _MAP_BLOCKS)
+            sweep = _LARGE_MAPS if x.nbytes >= _LARGE else _MAPS
+            grid, block, _ = _geometry(rows, channels, vector, sweep)
             if saved.residual:  # the gradient has been masked, or there is no ReLU
                 saved = saved._replace(relu=False, residual=False)
-            built = self._built(x.dtype, vector, saved, centred=sums is not None)
+            built = self._built(x.dtype, vector, sweep, saved, centred=sums is not None)
             self.launch(
                 "channels", "normalise_backward", built, grid, block,
                 g, x, saved.mean, saved.rstd, saved.weight, saved.bias, sums, count, out, rows, channels,
@@ -190,6 +199,7 @@ class CudaChannels(CudaLayouts, ChannelKernels):
         self,
         dtype: Any,
         vector: int,
+        sweep: _Sweep,
         saved: _Normalised | None = None,
         kept: Array | None = None,
         target: Any = None,
@@ -204,8 +214,8 @@ class CudaChannels(CudaLayouts, ChannelKernels):
             "O", "float" if target is None else stored(target),
             "R", "float" if kept is None else stored(kept.dtype),
             "VEC", vector,
-            "UNROLL", _UNROLL[0 if saved is None else 1],
-            "BLOCKS", _AT_ONCE,
+            "UNROLL", sweep.rows,
+            "BLOCKS", sweep.at_once,
             "RELU", 0 if saved is None else int(saved.relu),
             "RESIDUAL", 0 if saved is None else int(saved.residual),
             "CENTRED", int(centred),
@@ -219,11 +229,11 @@ def _writable(array: Array, dtype: Any) -> bool:
 
 
 def _geometry(
-    rows: int, channels: int, vector: int, blocks: int, unroll: int = _UNROLL[1]
+    rows: int, channels: int, vector: int, sweep: _Sweep
 ) -> tuple[tuple[int, int], tuple[int, int], int]:
     """Return the grid and the block of a kernel over rows and channels, and the rows of a tile."""
     groups = max(1, channels // vector)
     lanes = min(32, 1 << (groups - 1).bit_length())
     down = THREADS // lanes
-    across, tile = -(-groups // lanes), unroll * down
-    return (across, max(1, min(-(-rows // tile), -(-blocks // across)))), (lanes, down), tile
+    across, tile = -(-groups // lanes), sweep.rows * down
+    return (across, max(1, min(-(-rows // tile), -(-sweep.blocks // across)))), (lanes, down), tile

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .base import Array
-from .cuda_layouts import CudaLayouts
+from .cuda_layouts import MOST_NARROW, CudaLayouts
 from .precision import is_half
 from .windows import Windows
 
@@ -55,6 +55,7 @@ class CudaColours(CudaLayouts):
             "folded", x.dtype, _FOLDED // 2, n * rows * columns,
             self.flat(x), images, n, channels, height, width, rows, columns,
             windows.padding[0] + before[0], windows.padding[1] + before[1],
+            wide=max(x.size, images.size) >= MOST_NARROW,
         )  # fmt: skip
         whole = xp.zeros((outputs, channels, 2 * inner[0], 2 * inner[1]), weight.dtype)
         _inside(whole, windows)[...] = weight

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import MissingDependencyError
 from .base import Array, Shape
 from .cuda_colours import CudaColours
+from .cuda_layouts import MOST_NARROW, image_types
 from .cudnn import Plan
 from .cudnn_convolution import CudnnConvolution, Problem
 from .image_interface import Into
@@ -25,6 +26,8 @@ from .precision import is_half, tf32_allowed, wide
 from .windows import PlainWindows, Windows
 
 _TIMED_PLANS, _TIMED_RUNS = 8, 5  # with plans="timed"
+_BUILT_WINDOWS = (2, 3)  # lengths that kernels are built for
+_LINE_THREADS, _LINE_BLOCKS = 128, 16_384  # of kernels that go over lines of pixels
 _MOST_PLACES = 254  # of a window whose maximum is remembered as a byte
 
 
@@ -219,10 +222,7 @@ class CudaImages(CudaColours, PlainWindows):
         out = self.xp.empty((shape[0], down, across, shape[1]), x.dtype)
         place = self.xp.empty(out.shape, np.uint8)
         vector = self.vector(shape[1], images)
-        self._images(
-            "max_pool", x.dtype, vector, out.size // vector,
-            images, out, place, *_numbers(shape, windows), relu=relu,
-        )  # fmt: skip
+        self._pool("max_pool", vector, out, (images, out, place), shape, windows, relu, images.size)
         return self.channels_first(out), (shape, place)
 
     def max_pool2d_backward(self, g: Array, saved: Any, windows: Windows, relu: bool) -> Array:
@@ -237,7 +237,7 @@ class CudaImages(CudaColours, PlainWindows):
         images, shape = self.channels_last(x), x.shape
         out = self.xp.empty((shape[0], *windows.fit(*shape[2:]), shape[1]), x.dtype)
         vector = self.vector(shape[1], images)
-        self._images("avg_pool", x.dtype, vector, out.size // vector, images, out, *_numbers(shape, windows))
+        self._pool("avg_pool", vector, out, (images, out), shape, windows, False, images.size)
         return self.channels_first(out)
 
     def avg_pool2d_backward(self, g: Array, shape: Shape, windows: Windows) -> Array:
@@ -260,8 +260,27 @@ class CudaImages(CudaColours, PlainWindows):
         g = self.channels_last(g)
         out = self.xp.empty((shape[0], *shape[2:], shape[1]), g.dtype)
         vector = self.vector(shape[1], g)
-        self._images(name, g.dtype, vector, out.size // vector, g, *places, out, *_numbers(shape, windows))
+        self._pool(name, vector, out, (g, *places, out), shape, windows, False, g.size)
         return self.channels_first(out)
+
+    def _pool(
+        self, name: str, vector: int, out: Array, arrays: tuple[Array, ...], shape: Shape, windows: Windows,
+        relu: bool, read: int,
+    ) -> None:  # fmt: skip
+        """Run a kernel of pooling over the lines of ``out``, which reads ``read`` elements."""
+        n, down, across, channels = out.shape
+        (height, width), (step, other) = windows.size, windows.stride
+        square = height == width and step == other and height in _BUILT_WINDOWS
+        built = image_types(
+            out.dtype,
+            vector,
+            relu,
+            (height, step) if square else (0, 0),
+            wide=max(out.size, read) >= MOST_NARROW,
+        )
+        blocks = max(1, -(-across * (channels // vector) // _LINE_THREADS))
+        lines = max(1, min(n * down, _LINE_BLOCKS // blocks))
+        self.launch("images", name, built, (blocks, lines), _LINE_THREADS, *arrays, *_numbers(shape, windows))
 
 
 def _problem(kind: Any, images: Array, weight: Array, windows: Windows) -> Problem:

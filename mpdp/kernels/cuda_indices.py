@@ -93,7 +93,10 @@ class CudaIndices(CudaBase):
         """Check few targets, count them, and write tops, sums and the loss of their rows; see indices.cu."""
         rows, width = logits.shape
         where = width, _TARGET, 1, 1, *whole_number(self._step)
-        built = ("INDEX", integer(target.dtype), *types(logits.dtype, outputs[-1].dtype))
+        lanes = 32
+        while lanes > 4 and rows * lanes > 1024:  # rather all rows at once than few steps for each
+            lanes //= 2
+        built = ("INDEX", integer(target.dtype), *types(logits.dtype, outputs[-1].dtype), "LANES", lanes)
         self.launch(
             "indices", "check_and_loss", built, 1, 1024, target, rows, width, ignore, count, self._findings(),
             logits, *outputs, *where,

@@ -18,6 +18,7 @@ from .cuda_source import THREADS, CudaBase, loop_blocks, types
 
 _PACK_BYTES = 16  # that a thread loads at once
 _FEW = 16  # channels up to which a thread turns a whole pixel
+MOST_NARROW = 1 << 30  # elements from which on indices are counted in 64 bits
 _MOST = 65_535  # of a grid's second and third axis
 
 
@@ -41,8 +42,9 @@ class CudaLayouts(CudaBase):
             if padded <= _FEW:
                 vector = self.vector(padded, out)
                 self._images(
-                    "few_channels_last", x.dtype, vector, n * size, x, out, n, channels, size, padded
-                )
+                    "few_channels_last", x.dtype, vector, n * size, x, out, n, channels, size, padded,
+                    wide=out.size >= MOST_NARROW,
+                )  # fmt: skip
             else:
                 tiles = -(-size // 32), -(-padded // 32), min(n, _MOST)
                 built = image_types(x.dtype, 1)
@@ -64,13 +66,33 @@ class CudaLayouts(CudaBase):
         return vector
 
     def _images(
-        self, name: str, dtype: Any, vector: int, work: int, *arguments: Any, relu: bool = False
+        self,
+        name: str,
+        dtype: Any,
+        vector: int,
+        work: int,
+        *arguments: Any,
+        relu: bool = False,
+        wide: bool = True,
     ) -> None:
         """Run a kernel of ``images.cu`` over ``work`` packs of channels, one a thread at a time."""
-        built = image_types(dtype, vector, relu)
+        built = image_types(dtype, vector, relu, wide=wide)
         self.launch("images", name, built, loop_blocks(work, THREADS), THREADS, *arguments)
 
 
-def image_types(dtype: Any, vector: int, relu: bool = False) -> tuple[Any, ...]:
-    """Return the types and constants of ``images.cu``. **Local.**"""
-    return (*types(dtype), "VEC", vector, "RELU", int(relu))
+def image_types(
+    dtype: Any, vector: int, relu: bool = False, window: tuple[int, int] = (0, 0), wide: bool = True
+) -> tuple[Any, ...]:
+    """Return the types and constants of ``images.cu``. **Local.**
+
+    Args:
+        dtype: of the images.
+        vector: channels that a thread takes at once.
+        relu: with ReLU.
+        window: of pooling, the length of a square window and its step to build the kernel for; zeros for any.
+        wide: whether indices need 64 bits, with which a GPU counts slowly.
+    """
+    length, step = window
+    return (
+        *types(dtype), "VEC", vector, "RELU", int(relu), "WINDOW", length, "STEP", step, "I", "i64" if wide else "int",
+    )  # fmt: skip

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .base import ACTIVATIONS, Array
+from .base import ACTIVATIONS, Array, Into
 from .cublas_plain import PlainCublas
 from .cublaslt import CublasLt, Problem
 from .cuda_source import CudaBase, loop_blocks, types
 from .precision import is_floating, tf32_allowed, wide
-from .small_products import SmallProduct, is_small
+from .small_products import SmallProduct, is_small, is_small_layer, linear_backward
 
 _MOST_CALLS = 4096  # kept a thread; programs whose shapes never repeat start again
 _EPILOGUES = {
@@ -64,14 +64,10 @@ class CudaProducts(CudaBase):
         self._blas: Any = None  # loading the library takes a while
         self._calls = _Calls()
         self._clusters = False  # whether blocks can share memory
-        self._spared = 0
         self.plan_book.on_change.append(self._forget_plans)
 
     def _forget_plans(self) -> None:
         self._calls = _Calls()
-
-    def spare_multiprocessors(self, count: int) -> None:
-        self._spared = count
 
     def gemm(self, a: Array, b: Array, out: Array | None = None, beta: float = 0.0) -> Array:
         written = None if out is None else out.dtype
@@ -84,7 +80,6 @@ class CudaProducts(CudaBase):
             b.dtype,
             written,
             tf32_allowed(),
-            self._spared,
         )
         call = self._calls.known.get(key) or self._prepare(key, a, b)
         if call.problem is None or (out is not None and not out.flags.c_contiguous):
@@ -102,7 +97,7 @@ class CudaProducts(CudaBase):
     ) -> tuple[Array, Any]:
         known = self._calls.known
         key = (x.shape, x.strides, weight.strides, weight.shape, x.dtype, weight.dtype, activation, bias is None,
-               tf32_allowed(), self._spared)  # fmt: skip
+               tf32_allowed())  # fmt: skip
         call = known.get(key) or self._prepare(key, x, weight.T, _EPILOGUES[bias is not None, activation])
         plan: Any = None
         if call.problem is not None and (
@@ -209,6 +204,40 @@ class CudaProducts(CudaBase):
             self.store(target, total, beta)
         return changed, total
 
+    def linear_backward(
+        self,
+        g: Array,
+        saved: Any,
+        activation: str | None,
+        x: Array,
+        weight: Array,
+        into: tuple[Into, Into, Into],
+    ) -> list[Array | None]:
+        if not self._is_one_kernel(g, saved, activation, x, weight, into):
+            return super().linear_backward(g, saved, activation, x, weight, into)
+        shapes = x.shape, weight.shape, g.shape[1:]
+        found = [
+            None if pair is None else self.xp.empty(like, g.dtype) if pair[0] is None else pair[0]
+            for pair, like in zip(into, shapes)
+        ]
+        places = tuple(None if pair is None else (array, pair[1] != 0.0) for pair, array in zip(into, found))
+        if any(places):
+            linear_backward(self.launch, g, saved, x, weight, places, self._blas.multiprocessors)
+        return found
+
+    def _is_one_kernel(
+        self, g: Array, saved: Any, activation: str | None, x: Array, weight: Array, into: tuple[Into, ...]
+    ) -> bool:
+        """Return whether one launch does the whole backward of a layer."""
+        if not self._clusters or activation == "gelu" or tf32_allowed():
+            return False
+        given = [g, x, weight, *(pair[0] for pair in into if pair is not None and pair[0] is not None)]
+        if activation is not None:
+            given.append(saved)
+        return is_small_layer(g.shape[0], g.shape[1], x.shape[1]) and all(
+            a.dtype == np.float32 and a.flags.c_contiguous for a in given
+        )
+
     # -- from arrays to problems ---------------------------------------------------------------------------
 
     def _prepare(self, key: Any, a: Array, b: Array, epilogue: str = "DEFAULT") -> _Call:
@@ -239,11 +268,9 @@ class CudaProducts(CudaBase):
         if self._blas is None:
             self._blas = self._load()
             self._clusters = int(self.xp.cuda.Device().compute_capability) >= 90
-        spared = self._spared
         call.problem = Problem(
             dtype.name, written.name, dtype == np.float32 and tf32_allowed(),
             a.shape[-2], b.shape[-1], a.shape[-1], *left, *right, math.prod(batch), epilogue, 16,
-            max(1, self._blas.multiprocessors - spared) if spared else 0,
         )  # fmt: skip
         return call
 

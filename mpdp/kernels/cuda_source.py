@@ -32,6 +32,9 @@ _INTEGERS = {
     "uint64": "u64",
 }
 _PLAIN = (int, float)
+_SHARED = {
+    "small_products"
+}  # sources of which two blocks fit a multiprocessor if all its fast memory is shared
 _EXACT = {"updates", "step"}  # sources that are built without fused multiply-add, to have NumPy's bits
 
 
@@ -171,6 +174,8 @@ class CudaBase(Kernels):
             code, options = program(source, built)
             module = self._modules[source, built] = self.xp.RawModule(code=code, options=options)
         function = self._functions[source, name, built] = module.get_function(name)
+        if source in _SHARED:
+            function.preferred_shared_memory_carveout = 100
         return function
 
     def flat(self, x: Array) -> Array:

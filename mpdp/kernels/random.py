@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ Key = tuple[int, int]
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_PART = 1 << 15  # numbers that one thread draws at once
+_MOST_THREADS = 16
 _ROWS = 4096  # counters worked on at once: four uint64 columns of this length stay in the L2 cache
 
 
@@ -164,14 +169,75 @@ def dropout_mask(
 
 def uniform(key: Key, count: int) -> np.ndarray:
     """Return ``count`` float64 numbers in [0, 1) with 53 random bits each. **Local.**"""
-    words = bits(key, 0, 0, 1, 2 * count).reshape(count, 2).astype(np.uint64)
-    return ((words[:, 0] >> np.uint64(5)) * 67108864.0 + (words[:, 1] >> np.uint64(6))) / 9007199254740992.0
+    out = np.empty(count)
+    _in_parts(lambda start, stop: _uniform(out[start:stop], key, start), count)
+    return out
 
 
-def normal(key: Key, count: int) -> np.ndarray:
-    """Return ``count`` float64 numbers of the standard normal distribution (Box and Muller). **Local.**"""
+def normal(key: Key, count: int, mean: float = 0.0, std: float = 1.0, dtype: Any = np.float64) -> np.ndarray:
+    """Return ``count`` numbers of a normal distribution (Box and Muller), rounded from float64. **Local.**
+
+    Many numbers are drawn by several threads, which does not change them.
+    """
     pairs = -(-count // 2)
-    u = uniform(key, 2 * pairs)
-    radius = np.sqrt(-2.0 * np.log1p(-u[:pairs]))
-    angle = 2.0 * np.pi * u[pairs:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    out = np.empty(count, dtype)
+    _in_parts(lambda start, stop: _normal(out, key, pairs, start, stop, mean, std), pairs)
+    return out
+
+
+def _in_parts(draw: Callable[[int, int], None], count: int) -> None:
+    """Call ``draw`` for ranges that make up 0..count, in threads where there are many."""
+    starts = range(0, count, _PART)
+    threads = min(len(starts), _cores(), _MOST_THREADS)
+    if threads <= 1:
+        for start in starts:
+            draw(start, min(start + _PART, count))
+        return
+    with ThreadPoolExecutor(threads, "mpdp-random") as pool:
+        for _ in pool.map(lambda start: draw(start, min(start + _PART, count)), starts):
+            pass
+
+
+def _cores() -> int:
+    """Return the cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
+def _uniform(out: np.ndarray, key: Key, start: int) -> None:
+    """Write the uniform numbers from ``start`` on: number i has words 2 (i mod 2) and the next of counter i // 2."""
+    first, last = start // 2, -(-(start + len(out)) // 2)
+    zeros = np.zeros(last - first, np.uint64)
+    columns = _rounds([np.arange(first, last, dtype=np.uint64), zeros, zeros.copy(), zeros.copy()], key)
+    for i in (0, 1):
+        high, low = columns[2 * i], columns[2 * i + 1]
+        np.right_shift(high, np.uint64(5), out=high)
+        np.left_shift(high, np.uint64(26), out=high)
+        np.right_shift(low, np.uint64(6), out=low)
+        np.bitwise_or(high, low, out=high)
+        place = out[(start + i) % 2 :: 2]
+        skipped = (
+            start % 2 if i == 0 else 0
+        )  # where the first counter's first number belongs to the part before
+        np.multiply(high[skipped:][: len(place)], 2.0**-53, out=place)
+
+
+def _normal(out: np.ndarray, key: Key, pairs: int, start: int, stop: int, mean: float, std: float) -> None:
+    """Write the numbers start..stop and those ``pairs`` further on, as far as there are."""
+    radius, angle = np.empty(stop - start), np.empty(stop - start)
+    _uniform(radius, key, start)
+    _uniform(angle, key, pairs + start)
+    np.negative(radius, out=radius)
+    np.log1p(radius, out=radius)
+    np.multiply(radius, -2.0, out=radius)
+    np.sqrt(radius, out=radius)
+    np.multiply(angle, 2.0 * np.pi, out=angle)
+    values = np.empty_like(radius)
+    for wave, place in ((np.cos, out[start:stop]), (np.sin, out[pairs + start : pairs + stop])):
+        wave(angle, out=values)
+        np.multiply(values, radius, out=values)
+        np.multiply(values, std, out=values)
+        np.add(values, mean, out=values)
+        place[...] = values[: len(place)]

@@ -88,8 +88,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Initialiser:
     """Return an initialiser that draws from the normal distribution. **Local.**"""
 
     def draw(key: Key, shape: Shape, dtype: Any) -> np.ndarray:
-        values = random.normal(key, math.prod(shape))
-        return (mean + std * values).reshape(shape).astype(dtype)
+        return random.normal(key, math.prod(shape), mean, std, dtype).reshape(shape)
 
     return draw
 

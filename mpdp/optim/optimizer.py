@@ -450,6 +450,10 @@ class Optimizer:
             array[...] = move(arrays[name], device_of(array))
         self._common = _shared(self.updates)
 
+    def recount(self) -> None:
+        """Take note that ``updates`` was overwritten in place. **Local.**"""
+        self._common = _shared(self.updates)
+
     def _hyper_parameters(self) -> dict[str, Any]:
         return {}
 

@@ -32,6 +32,7 @@ from .precision import Precision, loss_scale_of
 from .record import Kind, agree_used, exchange, raise_changed, raise_unused
 from .reducer import Reducer
 from .replica import Replica
+from .replica_check import state_of
 from .update import squared_norm, sums_of, to_be_applied, update
 
 
@@ -58,6 +59,7 @@ class DataParallel:
         model, world: as given.
         arena: the gradient arena; ``weights``: the flat weights, both over ``layout``.
         step_count: finished updates.
+        next_rate: learning rate of the next update, which ranks then compare before they reduce; None does not.
         last_count, last_loss_sum: global count and loss sum of the last update.
         precision: what is kept in which dtype.
         loss_scale: the scale of float16 gradients, or None under another precision.
@@ -97,6 +99,7 @@ class DataParallel:
         self.model = model
         self.seed = seed
         self.step_count = 0
+        self.next_rate: float | None = None
         self.last_count = self.last_loss_sum = 0.0
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
@@ -357,6 +360,7 @@ class DataParallel:
             sums=(self._count, self._loss_sum),
             used=plan.used_hash if self._signatures else None,
             layout=self.layout.digest,
+            rate=self.next_rate,
             stop=stop,
             changed=self._replica.binding.dirty,
         )
@@ -472,14 +476,17 @@ class DataParallel:
         """
         return self._memory.report(self._replica)
 
-    def check_replicas(self) -> None:
+    def check_replicas(self, repair: bool = False) -> None:
         """Check that weights, moments, buffers and the loss scale hold the same bits on every rank.
 
-        **Collective.** What one rank holds alone (moments, with another placement than ``"replicated"``) is left out.
-
-        Raises:
-            DivergenceError: on all ranks, naming the rank and the parameter.
+        **Collective.** With ``repair`` all ranks take over the state that most of them share (of two, rank 0's), and
+        the log says so; else it raises DivergenceError on all, naming the rank and the parameter. What one rank
+        holds alone (moments, with another placement than ``"replicated"``) is left out.
         """
         exchange(self.comm, Kind.CHECK_REPLICAS, self.step_count)
         state = {} if self.loss_scale is None else self.loss_scale.state()
-        self._replica.check(self.step_count, {f"loss scale ({k})": np.float64(v) for k, v in state.items()})
+        beside = {f"loss scale ({k})": np.float64(v) for k, v in state.items()}
+        if (found := self._replica.check(self.step_count, beside, repair)) is not None:
+            if self.loss_scale is not None:
+                self.loss_scale.load_state(state_of(self.comm, state, found.root))
+            self.world.log("warning", found.repaired)

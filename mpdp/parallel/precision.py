@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .. import kernels
 from ..autodiff import Tensor, ops
 from ..autodiff.recording import working_copies
 from ..kernels.precision import tf32
@@ -94,7 +95,12 @@ class Precision:
             return {key: self.rounded(item) for key, item in value.items()}
         if getattr(value, "dtype", None) != self.master or not hasattr(value, "astype"):
             return value
-        return ops.astype(value, self.copies) if isinstance(value, Tensor) else value.astype(self.copies)
+        if isinstance(value, Tensor):
+            return ops.astype(value, self.copies)
+        if isinstance(value, np.ndarray | np.generic):
+            return value.astype(self.copies)
+        k = kernels.of(value)
+        return k.store(value, k.xp.empty(value.shape, self.copies))
 
     def check_loss(self, total: Tensor) -> None:
         """Refuse a loss in 16 bits, whose sum and gradient would be rounded.

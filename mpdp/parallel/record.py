@@ -10,6 +10,7 @@ hence equality.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +22,7 @@ from ..comm.base import Communicator
 from ..errors import DisagreementError, on_all_ranks
 
 _SUMS = 4
-_EQUAL = ("kind", "step", "layout")
+_EQUAL = ("kind", "step", "layout", "rate")
 _ANY = -(2**63)  # loses every maximum: "this rank does not care"
 
 
@@ -100,6 +101,7 @@ def exchange(
     sums: Sequence[float] = (),
     used: int | None = None,
     layout: int | None = None,
+    rate: float | None = None,
     stop: bool = False,
     changed: bool = False,
 ) -> Agreed:
@@ -114,15 +116,17 @@ def exchange(
         sums: up to four numbers to add over ranks, such as the count and the loss sum.
         used: 62-bit hash of the set of parameters this rank used; None for a rank without samples.
         layout: digest of the layout the call works on; None where it does not matter.
+        rate: learning rate of the update; None where it is not known yet.
         stop: this rank asks all to stop after this step.
         changed: this rank's parameters are no longer trained as the layout says.
 
     Raises:
-        DisagreementError: on all ranks, when kinds, steps or layouts differ.
+        DisagreementError: on all ranks, when kinds, steps, layouts or rates differ.
     """
     if comm.size == 1:
         return Agreed(tuple(float(x) for x in sums), used is not None, stop, changed)
-    values = (int(kind), step, layout, used)
+    bits = None if rate is None else struct.unpack("<q", struct.pack("<d", rate))[0]
+    values = (int(kind), step, layout, bits, used)
     mine = [int(used is None), int(stop), int(changed)]
     for value in values:
         mine += (_ANY, _ANY) if value is None else (value, ~value)
@@ -134,7 +138,7 @@ def exchange(
     unused, any_stop, any_changed, *extremes = maxima
     agreed = [high == ~low or high == _ANY for high, low in zip(extremes[::2], extremes[1::2])]
     if not all(agreed[: len(_EQUAL)]):
-        _raise_difference(comm, kind, step, layout)
+        _raise_difference(comm, kind, step, layout, rate)
     used_equal = agreed[len(_EQUAL)] and not unused
     return Agreed(tuple(totals[: len(sums)]), used_equal, bool(any_stop), bool(any_changed))
 
@@ -167,13 +171,25 @@ def raise_unused(step: int) -> NoReturn:
     )
 
 
-def _raise_difference(comm: Communicator, kind: Kind, step: int, layout: int | None) -> None:
+def _raise_difference(
+    comm: Communicator, kind: Kind, step: int, layout: int | None, rate: float | None
+) -> None:
     """Gather who is where, and raise it on all ranks: each of them saw that they differ."""
-    texts = comm.all_gather_bytes(json.dumps([int(kind), step, layout]).encode())
+    texts = comm.all_gather_bytes(json.dumps([int(kind), step, layout, rate]).encode())
     places: dict[tuple[int, int, int | None], list[int]] = {}
+    rates: dict[float, list[int]] = {}
     for rank, text in enumerate(texts):
-        k, s, l = json.loads(text)
+        k, s, l, own_rate = json.loads(text)
         places.setdefault((k, s, l), []).append(rank)
+        rates.setdefault(own_rate, []).append(rank)
+    if len(places) == 1:
+        listed = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in rates.items())
+        raise on_all_ranks(
+            DisagreementError(
+                f"learning rate: expected the same on all ranks at step {step}, got {listed}; set it, and what a "
+                "schedule goes by, on every rank alike"
+            )
+        )
     listed = "; ".join(
         f"rank {', '.join(map(str, ranks))} in {_CALLS[Kind(k)]} at step {s}"
         for (k, s, _), ranks in places.items()

@@ -16,7 +16,7 @@ from ..autodiff import Buffer, Parameter
 from ..comm.agreement import compare, together
 from ..comm.base import Communicator
 from ..device import Device
-from ..errors import DisagreementError
+from ..errors import DisagreementError, DivergenceError
 from ..nn import Module
 from ..optim import Optimizer, WeightAverage
 from . import averaging
@@ -26,7 +26,7 @@ from .masters import Masters
 from .placement import check as check_placement
 from .precision import Precision, reduced_dtype
 from .reducer import Reducer
-from .replica_check import check_replicas
+from .replica_check import check_replicas, take_over
 
 
 class Binding:
@@ -356,7 +356,7 @@ class Replica:
         updates = np.array([counts.get(e.name, 0) for e in self.layout.trainable], dtype=np.int64)
         optimizer.load_state_arrays({**optimizer.state_arrays(), "updates": updates})
 
-    def check(self, step: int, beside: Mapping[str, Any]) -> None:
+    def check(self, step: int, beside: Mapping[str, Any], repair: bool = False) -> DivergenceError | None:
         """Check that every rank holds the same weights, moments, counts and buffers, bit by bit. **Collective.**
 
         What one rank holds alone is not compared.
@@ -364,6 +364,13 @@ class Replica:
         Args:
             step: finished updates.
             beside: name to array of what else must be equal.
+            repair: let every rank take over what most ranks hold, instead of raising.
+
+        Returns:
+            what was repaired, or None. What stands in ``beside`` is the caller's to repair.
+
+        Raises:
+            DivergenceError: see :func:`check_replicas`.
         """
         flats: dict[str, Any] = {} if self.masters is not None else {"weight": self.weights}
         if self._copies is not None:
@@ -385,7 +392,17 @@ class Replica:
             if self.placement.held is None:  # else each number is on one rank alone
                 flats |= self.optimizer.state
             arrays["update counts"] = self.optimizer.updates
-        check_replicas(self.comm, self.layout, flats, arrays, step)
+        try:
+            check_replicas(self.comm, self.layout, flats, arrays, step)
+        except DivergenceError as error:
+            if not repair:
+                raise
+            own = [array for name, array in arrays.items() if name not in beside]
+            take_over(self.comm, [*flats.values(), *own], error.root)
+            if self.optimizer is not None:
+                self.optimizer.recount()
+            return error
+        return None
 
 
 def _one_dtype(parameters: dict[str, Any]) -> np.dtype | None:

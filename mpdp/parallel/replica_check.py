@@ -7,7 +7,7 @@ checksums of single parameters gathered. Nothing is rounded, so a single flipped
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,21 @@ def check_replicas(
                 table[f"{kind} of {entry.name}"] = _checksum(flat[entry.start : entry.stop])
     table.update({name: _checksum(a) for name, a in arrays.items()})
     tables = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(table).encode())]
-    raise on_all_ranks(DivergenceError(_describe(tables, step)))
+    raise on_all_ranks(_divergence(tables, step))
+
+
+def take_over(comm: Communicator, arrays: Iterable[Any], root: int) -> None:
+    """Overwrite arrays, of any shape and wherever they lie, by those of ``root``. **Collective.**"""
+    for array in arrays:
+        flat = kernels.of(array).xp.ascontiguousarray(array).reshape(-1)
+        comm.broadcast(flat.view(np.uint8), root=root)
+        array[...] = flat.reshape(array.shape)
+
+
+def state_of(comm: Communicator, state: Mapping[str, Any], root: int) -> dict[str, Any]:
+    """Return the numbers that ``root`` holds under some names. **Collective.**"""
+    mine = json.dumps(state).encode() if comm.rank == root else None
+    return dict(json.loads(comm.broadcast_bytes(mine, root=root)))
 
 
 def _checksum(array: Any) -> int:
@@ -58,17 +72,30 @@ def _checksum(array: Any) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _describe(tables: list[dict[str, int]], step: int) -> str:
+def _divergence(tables: list[dict[str, int]], step: int) -> DivergenceError:
+    odd: dict[str, list[int]] = {}
+    undecided: dict[str, str] = {}
     for name in tables[0]:
         groups: dict[int | None, list[int]] = {}
         for rank, table in enumerate(tables):
             groups.setdefault(table.get(name), []).append(rank)
         if len(groups) > 1:
             largest = max(groups.values(), key=len)
-            odd = sorted(rank for ranks in groups.values() if ranks is not largest for rank in ranks)
-            listed = ", ".join(map(str, odd))
-            return (
-                f"replicas: expected equal bits on all ranks after step {step}, got a different {name} "
-                f"on rank {listed}; resume from the last checkpoint and look for code that changes weights on one rank"
-            )
-    return f"replicas: expected equal bits on all ranks after step {step}, got different padding between parameters"
+            if sum(len(ranks) == len(largest) for ranks in groups.values()) > 1:  # as of two ranks
+                undecided[name] = f" than on rank {', '.join(map(str, largest))}"
+            odd[name] = sorted(rank for ranks in groups.values() if ranks is not largest for rank in ranks)
+    what = "different padding between parameters"
+    for first, ranks in odd.items():
+        what = f"a different {first} on rank {', '.join(map(str, ranks))}{undecided.get(first, '')}"
+        break
+    error = DivergenceError(
+        f"replicas: expected equal bits on all ranks after step {step}, got {what}; resume from the last checkpoint "
+        "and look for code that changes weights on one rank"
+    )
+    times_odd = [sum(rank in ranks for ranks in odd.values()) for rank in range(len(tables))]
+    error.root = times_odd.index(min(times_odd))
+    error.repaired = (
+        f"replicas: found {what} after step {step}; all ranks go on with the state of rank {error.root}, but gradients "
+        "since the check before may have come from the wrong one"
+    )
+    return error

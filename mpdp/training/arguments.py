@@ -163,6 +163,14 @@ def check_graph(graph: Any, world: World) -> None:
         raise ValueError('graph: expected "auto" or False on a CPU, got True; a GPU alone has graphs')
 
 
+def check_policy(on_divergence: Any) -> None:
+    """Refuse what is to be done about replicas that differ, if it is unknown. **Local.**"""
+    if on_divergence not in ("stop", "repair"):
+        raise ValueError(
+            f'on_divergence: expected "stop" or "repair", got {on_divergence!r}; leave it out to stop'
+        )
+
+
 def cast(model: Module, precision: str, world: World) -> None:
     """Widen a float32 model to float64 where that is asked for; refuse to narrow one. **Local.**"""
     widened = False

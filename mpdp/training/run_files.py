@@ -72,6 +72,7 @@ class RunFiles:
             self.world.axis("data"), Kind.SAVE, cast("Trainer", self).step_count, stop=bool(wait)
         )
         self._open_folder()
+        cast("Trainer", self).check_replicas()  # what is written is what every rank holds
         return self.saves.save(wait=agreed.stop)
 
     @ends_the_job

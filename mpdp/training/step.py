@@ -15,10 +15,12 @@ import numpy as np
 from .. import kernels
 from ..data import MicroBatch, map_arrays, share, split_batch
 from ..device import Device, device_of
+from ..errors import NonFiniteError
 from ..optim import Optimizer
 from ..parallel.data_parallel import DataParallel
 from ..parallel.forms import split_loss
 from . import arguments
+from .blame import with_ranks
 from .evaluation import Tally
 
 
@@ -129,6 +131,12 @@ class EagerStep:
             return self.parallel.step(
                 self.optimizer, lr=lr, clip_norm=self.clip_norm, clip_value=self.clip_value
             )
+        except NonFiniteError as error:
+            self.parallel.abandon()
+            told = with_ranks(self, parts, error)
+            if told is error:
+                raise
+            raise told from error
         except BaseException:
             self.parallel.abandon()
             raise

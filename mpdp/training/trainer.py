@@ -79,6 +79,7 @@ class Trainer(RunFiles):
         callbacks: objects with the methods of :class:`mpdp.Callback`.
         clip_value: cut each element of the averaged global gradient, after ``clip_norm``, to [-clip_value, clip_value].
         ema: keep an average of the weights with this decay, see ``optim.WeightAverage`` and :meth:`averaged`.
+        on_divergence: of replicas whose bits differ: ``"stop"`` raises, ``"repair"`` takes what most hold.
 
     Attributes:
         step_count: finished updates. ``epoch``: epochs finished. ``loss``: global mean loss of the last update, which
@@ -128,6 +129,7 @@ class Trainer(RunFiles):
         callbacks: Sequence[Callback] = (),
         clip_value: float | None = None,
         ema: float | None = None,
+        on_divergence: str = "stop",
     ) -> None:
         self.world = world if world is not None else init()
         comm = self.world.axis("data")
@@ -143,6 +145,7 @@ class Trainer(RunFiles):
                 callbacks=callbacks, clip_value=clip_value, ema=ema,
             )  # fmt: skip
             arguments.check_graph(graph, self.world)
+            arguments.check_policy(on_divergence)
             arguments.cast(model, precision, self.world)
         except Exception as caught:
             error = caught
@@ -155,13 +158,12 @@ class Trainer(RunFiles):
         self.accumulate = int(accumulate)
         self.clip_norm, self.clip_value = arguments.plain(clip_norm), arguments.plain(clip_value)
         self.ema = arguments.plain(ema)
-        self.seed = int(seed)
-        self.plans = plans
+        self.seed, self.plans = int(seed), plans
         self.save_every = arguments.plain(save_every)
         self.keep, self.keep_best = keep, keep_best
         self.best_mode = "min" if keep_best is None else arguments.mode_of("best_mode", keep_best, best_mode)
         self.async_save = bool(async_save)
-        self.callbacks = tuple(callbacks)
+        self.callbacks, self.on_divergence = tuple(callbacks), on_divergence
         self._stop_asked = self._stop_agreed = self.fitting = False
         self.last_lr = float("nan")
         self.late_loss: float | LateLoss = float("nan")
@@ -170,7 +172,7 @@ class Trainer(RunFiles):
             placement=placement, chunk_bytes=chunk_bytes, seed=self.seed,
         )  # fmt: skip
         given = {"run_dir": "none" if run_dir is None else "a folder", "graph": graph}
-        compare(comm, "trainer", self.describe() | given)
+        compare(comm, "trainer", self.describe() | given | {"on_divergence": on_divergence})
         together(comm, lambda: self.parallel.bind_optimizer(optimizer))
         if ema is not None:
             self.parallel.keep_average(ema)
@@ -288,13 +290,12 @@ class Trainer(RunFiles):
         shown = Progress(
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
-        self.fitting = True
-        done = self.step_count
+        self.fitting, done = True, self.step_count
         try:
             loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
-                self.parallel.check_replicas()  # what fit hands back and saves last is the same on every rank
+                self.check_replicas()  # what fit hands back is the same on every rank
             if self.save_every is not None and self.position.saved_step != self.step_count:
                 self.save(wait=not self.async_save)
             self.saves.finish()
@@ -315,7 +316,7 @@ class Trainer(RunFiles):
     def update(self, parts: Sequence[MicroBatch], **options: Any) -> None:
         """Do one update from this rank's micro-batches; see ``Updates.run``. **Collective.**"""
         averaging.refuse(self.parallel._replica, "step")
-        self.last_lr = self.lr
+        self.last_lr = self.parallel.next_rate = self.lr
         stop = (
             self._stop_asked or self.saves.has_news
         )  # either is a flag that all ranks see after this update
@@ -441,13 +442,12 @@ class Trainer(RunFiles):
     # -- replicas
 
     def check_replicas(self) -> None:
-        """Check that weights, moments and buffers hold the same bits on every rank. **Collective.**
+        """Check that weights, moments and buffers hold the same bits on every rank, as ``on_divergence`` says.
 
-        Raises:
-            DivergenceError: on all ranks, naming the rank and the parameter.
+        **Collective.** ``"stop"`` raises DivergenceError on all ranks, naming the rank and the parameter.
         """
         self.settle()
-        self.parallel.check_replicas()
+        self.parallel.check_replicas(repair=self.on_divergence == "repair")
 
     def freeze(self, *names: str) -> None:
         """Stop training the named parameters from the next step on. **Collective.**"""

@@ -32,6 +32,7 @@ ABSENT = INIT + r"left before mpdp.init\(\) while ranks? \d(, \d)? waits?"
 LATE = (
     r"\[\d/{n}\] error before init: StallError: mpdp.init: expected all {n} ranks .* got no word from rank 1"
 )
+OTHERS = r"(?m)^\[1/\d\] info the other ranks were then: ranks? 0(, 2)? in step 3"
 STALLED = MIDDLE + r"stalled: rank 1, step 3, in no collective \(rank \d waits for more than 3 s\)"
 
 # fault -> (report before init, report in mid-training)
@@ -98,6 +99,8 @@ def judge(result, fault, when, n, form, family):
     if not re.search(pattern, result.output) and not best_effort:
         wrong.append(f"no report like {pattern}")
     most = n if (fault, when) == ("stall", "middle") else 1  # there each rank says where it is
+    if fault.startswith("raise") and when == "middle" and not re.search(OTHERS, result.output):
+        wrong.append("no word of where the others were")
     if reports > most:
         wrong.append(f"{reports} reports")
     if result.output.count("Traceback (most recent call last)") > 1:

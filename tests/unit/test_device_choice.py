@@ -125,7 +125,7 @@ def joining(monkeypatch):
     log = []
     fake_gpus.install(monkeypatch, 4, log)
 
-    def start():
+    def start(launcher):
         log.append("mpi")
         raise Stop
 

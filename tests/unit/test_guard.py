@@ -11,6 +11,7 @@ import pytest
 
 from mpdp import guard as module
 from mpdp.comm.activity import secondary
+from mpdp.errors import on_all_ranks
 from mpdp.guard import Guard
 from mpdp.processes import Process
 
@@ -36,6 +37,9 @@ class Ring:
 
     def forget(self):
         self.closed = True
+
+    def others(self):
+        return "rank 0 in step 3 (all_reduce)"
 
 
 class Guarded(Guard):
@@ -332,3 +336,22 @@ def test_a_report_that_fails_ends_the_job_all_the_same(make, monkeypatch):
 def test_a_missing_folder_of_marks_is_no_error(make, monkeypatch):
     monkeypatch.setenv(module.MARKS, "/nonexistent")
     make()._on_exit()
+
+
+def test_a_report_is_followed_by_where_the_others_were(make, capfd):
+    guard = make()
+    guard.say_others()
+    assert capfd.readouterr().err == ""
+    guard.report("ValueError: a bad sample")
+    guard.say_others()
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "[1/4] info the other ranks were then: rank 0 in step 3 (all_reduce)"
+    ]
+
+
+def test_an_error_of_all_ranks_says_nothing_of_the_others(make, capfd):
+    guard = make(rank=0)
+    with pytest.raises(Ended):
+        guard._on_error(RuntimeError, raised(on_all_ranks(RuntimeError("layouts differ"))), None)
+    guard.say_others()
+    assert "the other ranks" not in capfd.readouterr().err

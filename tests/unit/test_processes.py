@@ -1,8 +1,10 @@
 """What /proc says, with real processes."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import launching
 import pytest
@@ -91,3 +93,38 @@ def test_where_nothing_is_known(monkeypatch):
 
 def _refuse(*arguments, **options):
     raise OSError("no /proc")
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_process_may_end_with_its_parent(tmp_path, released):
+    """A middle process starts one that ends with it, unless it has changed its mind, and is gone."""
+    child = (
+        "import os, time; from mpdp import processes; "
+        "processes.end_with(processes.look(os.getppid())); "
+        f"{'processes.end_with(None); ' if released else ''}"
+        f"open({str(tmp_path / 'ready')!r}, 'w').write(str(os.getpid())); time.sleep(20)"
+    )
+    middle = (
+        "import subprocess, sys, time, pathlib; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); "
+        f"[time.sleep(0.02) for _ in range(500) if not pathlib.Path({str(tmp_path / 'ready')!r}).exists()]"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(launching.ROOT)}
+    subprocess.run([sys.executable, "-c", middle], env=environ, check=True)
+    time.sleep(0.2)
+    pid = int((tmp_path / "ready").read_text())
+    process = processes.look(pid)
+    alive = process is not None and process.state not in "ZX"
+    if alive:
+        os.kill(pid, signal.SIGKILL)
+    assert alive == released
+
+
+def test_a_process_whose_parent_is_gone_already_ends():
+    gone = processes.Process(2**22 - 1, 1, "mpirun", 1, "S")
+    child = os.fork()
+    if child == 0:
+        processes.end_with(gone)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL

@@ -9,6 +9,8 @@ import pytest
 
 import mpdp
 from mpdp import cores, world
+from mpdp.cli.mpi_library import probe
+from mpdp.errors import LaunchError
 
 ROOT = Path(mpdp.__file__).resolve().parents[1]
 
@@ -49,6 +51,27 @@ def test_left_over_variables_are_said_once_and_not_believed(environ):
     done = python("import mpdp; print(mpdp.init().size); mpdp.init()", **environ)
     assert (done.stdout, done.returncode) == ("1\n", 0)
     assert done.stderr.count("warning init: found") == 1
+
+
+def test_a_launcher_of_another_mpi_is_named_before_mpi_starts():
+    """MPI_Init would end the process with a message of its own, or make a world of one."""
+    try:
+        family = probe().family
+    except LaunchError:
+        pytest.skip("no MPI")
+    if family == "openmpi":
+        environ = {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+        names = "the mpirun of MPICH or Intel MPI has started this process, and mpi4py loads Open MPI"
+    else:
+        environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("SIZE", "2"), ("RANK", "0"))}
+        names = "the mpirun of Open MPI has started this process, and mpi4py loads "
+    done = python("import mpdp; mpdp.init(timeout=5)", **environ)
+    assert done.returncode != 0
+    assert (
+        f"[0/2] error before init: LaunchError: MPI: expected launcher and library of one MPI, got two: {names}"
+        in (done.stderr)
+    )
+    assert "start the job with `mpdp run`" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,30 @@ def _linear(k, x, weight, bias=None, *, activation=None):
 
 def _linear_backward(k, saved, g, wants, *, activation=None):
     rows, weight, shape, kept = saved
-    g = _flat(g)
-    want = wants[2] if len(wants) == 3 else None
-    into = (want.array, want.beta) if isinstance(want, Target) else ()
-    g, bias = k.activation_backward(g, kept, activation, want is not None, *into)
-    if len(shape) == 2:
-        left = deliver(wants[0], k.gemm, g, weight)
-    else:
-        left = None if wants[0] is None else k.gemm(g, weight).reshape(shape)
-    right = deliver(wants[1], k.gemm, g.T, rows)
-    return (left, right, want if into else bias)[: len(wants)]
+    found = _gradients(k, _flat(g), kept, activation, rows, weight, shape, [*wants, None][:3])
+    return found[: len(wants)]
+
+
+def _gradients(k, g, kept, activation, rows, weight, shape, wants):
+    """Return what a backward rule returns for x, weight and bias."""
+    into = [_into(want) for want in wants]
+    if into[0] is not None and len(shape) != 2:
+        into[0] = None, 0.0
+    found = k.linear_backward(g, kept, activation, rows, weight, tuple(into))
+    if found[0] is not None and len(shape) != 2:
+        found[0] = found[0].reshape(shape)
+    return tuple([_done(*each) for each in zip(wants, into, found)])
+
+
+def _into(want):
+    """Return where a gradient goes, as the kernels are told; a leaf's own memory where there is one."""
+    if want is None:
+        return None
+    return (want.array, want.beta) if isinstance(want, Target) else (None, 0.0)
+
+
+def _done(want, into, array):
+    return array if into is None or into[0] is None else want
 
 
 linear = Operation("linear", _linear, _linear_backward)

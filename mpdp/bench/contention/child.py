@@ -22,7 +22,7 @@ def main() -> None:
         if asked is None:
             return
         try:
-            launch, ordinal, loop, n, start_at, mutex, cpu = asked
+            launch, ordinal, loop, n, start_at, stop_at, mutex, cpu = asked
             key = launch, ordinal, loop != "held"
             if key not in targets:
                 targets[key] = Target(*key)
@@ -33,9 +33,10 @@ def main() -> None:
                 target.synchronize()
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
                 parent.send({"ready": time.monotonic_ns(), "host_bytes": peak})
+            elif loop == "c":
+                parent.send(target.from_c(n, start_at, mutex, stop_at, keep=stop_at == 0))
             else:
-                run = target.from_c if loop == "c" else target.from_python
-                parent.send(run(n, start_at, mutex))
+                parent.send(target.from_python(n, start_at, mutex))
         except Exception as error:
             parent.send({"error": f"{type(error).__name__}: {error}"})
 

@@ -6,41 +6,45 @@ what is measured, ``rounds`` for when a repetition counts.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import json
 import os
-import platform
-import random
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
-from ... import __version__
-from ...comm.tuned import processor
 from ...cores import cores
 from ...errors import MpdpError
+from . import interference, locks, machine
 from . import loops as c
-from .arms import KS, plan, verdict_rows
-from .control import LEAST, Control, cores_in_order
+from .arms import KS, NULL, OWN, own_name, plan, verdict_rows
+from .control import Control, cores_in_order, neighbours_apart
 from .driver import driver
-from .figures import interval, summary
+from .figures import summary
 from .kept import keep as keep_verdict
-from .rounds import ATTEMPTS, Rounds
-from .rule import Verdict, advise, decide, readings
+from .mps import PIPES, service
+from .rounds import Rounds
+from .rule import Verdict, advise, decide, graph_readings, readings, whose
 from .steps import Steps
-from .workers import NO_MPS, Processes, Workers, environment
+from .tables import interference_table, launches_table, locks_table, steps_table
+from .workers import NO_MPS, Processes, Workers, environment, row_name
 
 REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
-ARMS_SECONDS = {"quick": 14.0, "default": 75.0, "full": 3600.0}  # after which no repetition begins
-STEPS_SECONDS = {"quick": 12.0, "default": 40.0, "full": 1800.0}
-STEP_BLOCK = {"quick": 0.15, "default": 0.3, "full": 1.0}
-_BATCHES = {"launch-bound": 128, "compute-bound": 4096}  # samples a rank of the step on a GPU
+ARMS_SECONDS = {"quick": 14.0, "default": 180.0, "full": 3600.0}  # after which no repetition begins
+BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
+STEPS_SECONDS = {"quick": 9.0, "default": 60.0, "full": 1800.0}
+LOADING = "CUDA_MODULE_LOADING"
+STEP_BLOCK = {"quick": 0.15, "default": 0.2, "full": 1.0}
+_BATCHES = {  # samples a rank
+    "cuda": {"launch-bound": 128, "compute-bound": 4096},
+    "cpu": {"launch-bound": 8, "compute-bound": 128},
+}
 
 
 def run(
@@ -62,57 +66,54 @@ def run(
         from ..plot import plotting
 
         plotting()  # an error before time is spent
-    mps = _mps(device)
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    mine = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = NO_MPS  # threads are measured without a server between
-    try:
-        return _Run(device, extent, gpus, mps, mine, say).run(json_path, plot_path, torch_python)
-    finally:
-        if mine is None:
-            del os.environ["CUDA_MPS_PIPE_DIRECTORY"]
-        else:
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = mine
+    environ, changed = dict(os.environ), (LOADING, PIPES)
+    with contextlib.ExitStack() as stack:
+        served: dict[str, str] | str = "without a GPU"
+        if device != "cpu" and _has_gpu():
+            served = stack.enter_context(service(environ))
+        os.environ.setdefault(LOADING, "EAGER")
+        os.environ[PIPES] = NO_MPS  # threads are measured without a server between
+        try:
+            return _Run(device, extent, gpus, served, say).run(json_path, plot_path, torch_python)
+        finally:
+            for name in changed:
+                os.environ.pop(name)
+                if name in environ:
+                    os.environ[name] = environ[name]
 
 
-def _mps(device: str) -> bool:
-    """Return whether CUDA's multi-process service runs here."""
-    if device == "cpu":
-        return False
-    where = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+def _has_gpu() -> bool:
+    """Return whether there is a GPU, without a start of the driver in this process, whose variables are to be set."""
     try:
-        pid = int(Path(where, "nvidia-cuda-mps-control.pid").read_text())
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, ValueError):
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return False
     return True
 
 
 class _Run:
     def __init__(
-        self, device: str, extent: str, gpus: int | None, mps: bool, pipes: str | None, say: TextIO
+        self, device: str, extent: str, gpus: int | None, served: dict[str, str] | str, say: TextIO
     ) -> None:
-        self.extent, self.mps, self._say_to = extent, mps, say
+        self.extent, self.mps, self._say_to = extent, not isinstance(served, str), say
         self.notes: list[str] = []
+        self.stages: dict[str, float] = {}
+        self._since = 0.0
         self.gpus = self._count(device, gpus)
         self.device = "cuda" if self.gpus else "cpu"
-        self.cpus = cores_in_order()[: max(1, cores())]
+        self.cpus = neighbours_apart(cores_in_order()[: max(1, cores())])
         most = len(self.cpus)
         self.ks = [k for k in KS if k <= most]
         if self.ks != list(KS):
             left = [str(k) for k in KS if k > most]
             self.note(f"k = {', '.join(left)} left out: {most} {'core' if most == 1 else 'cores'} in reach")
-        served = environment(mps=True)
-        if pipes is None:
-            served.pop("CUDA_MPS_PIPE_DIRECTORY", None)
-        else:
-            served["CUDA_MPS_PIPE_DIRECTORY"] = pipes
-        self.environments = {
-            "processes": environment(mps=False),
-            **({"processes MPS": served} if mps else {}),
-        }
+        if self.gpus and isinstance(served, str):
+            self.note(f"arms under MPS are left out: {served}")
+        self.environments = {"processes": environment(mps=False)}
+        if not isinstance(served, str):
+            found = environment(mps=True)
+            found.pop(PIPES, None)
+            self.environments["processes MPS"] = {**found, **served}
         self.control = Control(self.cpus)
         self.loops = c.loops()
         if isinstance(self.loops, str):
@@ -125,6 +126,11 @@ class _Run:
 
     def print(self, text: str) -> None:
         print(text, file=self._say_to, flush=True)
+
+    def _passed(self, stage: str) -> None:
+        """Keep how long a part of the run took."""
+        now = time.monotonic()
+        self.stages[stage], self._since = round(now - self._since, 1), now
 
     def _count(self, device: str, gpus: int | None) -> int:
         if device == "cpu":
@@ -140,26 +146,34 @@ class _Run:
 
     def run(self, json_path: str | None, plot_path: str | None, torch_python: str | None) -> int:
         """Measure, print and write."""
-        begun = time.monotonic()
+        begun = self._since = time.monotonic()
         samples_path = None if json_path in (None, "-") else Path(f"{json_path}.samples.jsonl")
         file = None if samples_path is None else open(samples_path, "w", encoding="utf-8")  # noqa: SIM115
-        about = self.about()
+        about = {**self.about(), "at_start": machine.moment(self.gpus)}
         try:
             samples, costs, complete = self._launches(file, about)
             rows = sorted(summary(samples), key=lambda row: (self.order.index(row["row"]), row["k"]))
-            self.print(_table(rows))
+            self.print(launches_table(rows))
+            if self.beside:
+                self.print(interference_table(self.beside))
+            counted = self._locks(file)
+            self._passed("locks")
             steps = self._steps(file, torch_python)
+            self._passed("steps")
         finally:
             if file is not None:
                 file.close()
         self._print_costs(costs)
-        verdict = self._decide(rows)
+        verdict = self._decide(rows, counted)
         launch_bound = next((each for each in steps if each["kind"] == "launch-bound"), None)
-        blocks = {} if launch_bound is None else dict(launch_bound["blocks"])
-        if self.gpus == 1 and blocks.get("processes MPS"):
-            blocks["processes"] = blocks["processes MPS"]
-        advice = advise(blocks, self.gpus, on_cpu=self.gpus == 0)
+        advice = (
+            "training: undecided (not measured)" if launch_bound is None else advise(launch_bound, self.gpus)
+        )
         told = [] if verdict.k is None else readings(rows, verdict.k)
+        if self.gpus and verdict.k is not None:
+            own = row_name("pthreads", "c", own_name(OWN))
+            told += whose(rows, verdict_rows(self.gpus, self.mps)[0], own, verdict.k)
+        told += graph_readings(samples, self.gpus, self.mps)
         for each in told:
             self.print(each)
         for each in verdict.open_questions:
@@ -173,10 +187,14 @@ class _Run:
         result = {
             "benchmark": "contention",
             **about,
+            "at_end": machine.moment(self.gpus),
             "seconds": round(time.monotonic() - begun, 1),
+            "stage_seconds": self.stages,
             "complete": complete,
             "notes": self.notes,
             "rows": rows,
+            "interference": self.beside,
+            "locks": counted,
             "steps": steps,
             "process_costs": costs,
             "readings": told,
@@ -196,41 +214,32 @@ class _Run:
             plot_contention(result, plot_path)
         return 0
 
+    def _locks(self, file: TextIO | None) -> list[dict[str, Any]]:
+        """Count locks, by one worker and by the most."""
+        if isinstance(self.loops, str) or (self.gpus and self.extent == "quick"):
+            return []
+        ks = sorted({self.ks[0], self.ks[-1]})
+        found = locks.count(
+            self.gpus, locks.launches(self.gpus), ks, self.cpus, environment(mps=False), self.note
+        )
+        for row in found:
+            _write(file, {}, {"locks": row})
+        if found:
+            self.print(locks_table(found))
+        return found
+
     def about(self) -> dict[str, Any]:
         """Return what the figures are of."""
-        found: dict[str, Any] = {
-            "system": f"mpdp-{__version__}",
-            "command": " ".join(["mpdp", *sys.argv[1:]]),
-            "extent": self.extent,
-            "device": self.device,
-            "gpus": self.gpus,
-            "mps": self.mps,
-            "processor": processor(),
-            "cores": len(self.cpus),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "switch_interval": sys.getswitchinterval(),
-        }
-        if self.gpus:
-            found |= {"gpu": driver().name(0), "driver_cuda": driver().version(), "driver": _driver_version()}
-            if importlib.util.find_spec("cupy") is not None:
-                import cupy  # type: ignore[import-not-found,unused-ignore]
-
-                found |= {"cupy": cupy.__version__, "cuda": cupy.cuda.runtime.runtimeGetVersion()}
-        return found
+        found = {"extent": self.extent, "device": self.device, "gpus": self.gpus, "mps": self.mps}
+        return {**machine.about(self.gpus, len(self.cpus)), **found}
 
     # -- launches
 
     def _launches(
         self, file: TextIO | None, about: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-        def keep(sample: dict[str, Any]) -> None:
-            if file is not None:
-                file.write(json.dumps(sample) + "\n")
-
-        if file is not None:
-            file.write(json.dumps({"about": about}) + "\n")
+        keep = partial(_write, file, {})
+        keep({"about": about})
         cupy = bool(self.gpus) and importlib.util.find_spec("cupy") is not None
         arms = plan(self.extent, self.gpus, self.ks, self.mps, not isinstance(self.loops, str), cupy)
         self.order = list(dict.fromkeys(arm.row for arm in arms))
@@ -252,6 +261,9 @@ class _Run:
                 say=self.note,
             )
             samples = rounds.run()
+            self._passed("launches")
+            self.beside = self._interference(workers, keep)
+            self._passed("interference")
             costs = {
                 name: [vars(cost) for cost in each.costs] for name, each in processes.items() if each.costs
             }
@@ -259,20 +271,35 @@ class _Run:
             workers.close()
         return samples, costs, rounds.in_time
 
-    def _decide(self, rows: Sequence[dict[str, Any]]) -> Verdict:
+    def _interference(self, workers: Workers, keep: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+        if not self.gpus or isinstance(self.loops, str) or self.extent == "quick":
+            return []
+        return interference.measure(
+            workers,
+            self.control,
+            self.cpus,
+            repetitions=REPETITIONS[self.extent],
+            seconds=SECONDS[self.extent],
+            until=time.monotonic() + BESIDE_SECONDS[self.extent],
+            keep=keep,
+            say=self.note,
+        )
+
+    def _decide(self, rows: Sequence[dict[str, Any]], locked: Sequence[dict[str, Any]]) -> Verdict:
         threads, processes = verdict_rows(self.gpus, self.mps)
         about = self.about()
-        machine = about.get("gpu", about["processor"])
+        name = about.get("gpu", about["processor"])
         if self.gpus:
-            machine = f"{self.gpus} x {machine}, driver {about['driver'] or about['driver_cuda']}"
+            name = f"{self.gpus} x {name}, driver {about['driver'] or about['driver_cuda']}"
         return decide(
             rows,
             threads=threads,
             processes=processes,
             wanted=REPETITIONS[self.extent],
             gpus=self.gpus,
-            machine=machine,
+            machine=name,
             missing=self.loops if isinstance(self.loops, str) else None,
+            locks=[row for row in locked if row["launch"] == own_name(NULL)],
         )
 
     def _print_costs(self, costs: dict[str, Any]) -> None:
@@ -289,120 +316,54 @@ class _Run:
     # -- steps
 
     def _steps(self, file: TextIO | None, torch_python: str | None) -> list[dict[str, Any]]:
+        if self.gpus and importlib.util.find_spec("cupy") is None:
+            self.note("steps on a GPU are left out: CuPy is not installed")
+            return []
         if torch_python is None and importlib.util.find_spec("torch") is not None:
             torch_python = sys.executable
-        k = min(2, len(self.cpus)) if self.extent != "full" or self.gpus < 4 else 4
-        kinds = {"launch-bound": _BATCHES["launch-bound"]}
-        if self.gpus and self.extent != "quick":
-            kinds["compute-bound"] = _BATCHES["compute-bound"]
-        found = []
+        k = min(len(self.cpus), self.gpus if self.gpus > 1 else 2)
+        kinds = dict(_BATCHES[self.device])
+        if self.extent == "quick":
+            del kinds["compute-bound"]
+        found: list[dict[str, Any]] = []
         environments = {"threads": environment(mps=False), **self.environments}
-        until = time.monotonic() + STEPS_SECONDS[self.extent]
         for kind, batch in kinds.items():
             try:
-                steps = Steps("mlp", k, self.device, batch, environments, self.note, cores(), torch_python)
+                steps = Steps(
+                    "mlp", k, self.device, batch, environments, self.note, cores(), torch_python,
+                    _used_bytes if self.extent != "quick" and not found else None,
+                )  # fmt: skip
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
             try:
-                made = self._blocks(steps, file, kind, until)
+                until = time.monotonic() + STEPS_SECONDS[self.extent] / len(kinds)
+                told = partial(_write, file, {"step": kind})
+                made = {"kind": kind} | steps.turns(
+                    self.control,
+                    repetitions=REPETITIONS[self.extent],
+                    seconds=STEP_BLOCK[self.extent],
+                    until=until,
+                    keep=told,
+                )
             except MpdpError as error:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
             finally:
                 steps.close()
-            self.print(_steps_table(made))
+            self.print(steps_table(made))
             found.append(made)
         return found
 
-    def _blocks(self, steps: Steps, file: TextIO | None, kind: str, until: float) -> dict[str, Any]:
-        length = STEP_BLOCK[self.extent]
-        blocks: dict[str, list[float]] = {name: [] for name in steps.names}
-        lengths = {name: max(1, int(length / steps.block(name, 3))) for name in steps.names}
-        order = random.Random(0)
-        refused = dict.fromkeys(steps.names, 0)
-        wanted = REPETITIONS[self.extent]
-        for _ in range((1 + ATTEMPTS) * wanted):
-            names = [name for name in steps.names if len(blocks[name]) < wanted]
-            order.shuffle(names)
-            for name in names:
-                if time.monotonic() > until:
-                    break
-                before = self.control(steps.k)
-                seconds = steps.block(name, lengths[name])
-                after = self.control(steps.k)
-                accepted = min(before, after) >= LEAST
-                if accepted:
-                    blocks[name].append(seconds)
-                else:
-                    refused[name] += 1
-                if file is not None:
-                    sample = {"step": kind, "job": name, "seconds": seconds, "control": [before, after]}
-                    file.write(json.dumps({**sample, "accepted": accepted}) + "\n")
-        return {
-            "kind": kind,
-            "workload": steps.workload,
-            "ranks": steps.k,
-            "batch_per_rank": steps.batch,
-            "about": steps.about,
-            "blocks": blocks,
-            "refused": refused,
-        }
+
+def _write(file: TextIO | None, more: dict[str, Any], sample: dict[str, Any]) -> None:
+    """Keep a sample, as a line of JSON."""
+    if file is not None:
+        file.write(json.dumps({**more, **sample}) + "\n")
 
 
 def _used_bytes() -> int:
-    """Return the bytes in use on the GPUs, by all processes."""
+    """Return the bytes in use on the GPUs, by all processes; 0 where there are none."""
     from ...device_memory import devices
 
     return sum(gpu.total - gpu.free for gpu in devices())
-
-
-def _driver_version() -> str | None:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-        return done.stdout.splitlines()[0].strip() or None
-    except (OSError, subprocess.TimeoutExpired, IndexError):
-        return None
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the launches as lines for people."""
-    width = max((len(row["row"]) for row in rows), default=0)
-    head = f"{'launches':<{width}}  k  enqueued/s  completed/s  {'scaling of both':<20}  "
-    lines = [head + "  p50 us   p99 us  p99.9 us    max us  accepted"]
-    for row in rows:
-        counts = f"{row['accepted']} of {row['accepted'] + row['refused']}"
-        if not row["accepted"]:
-            lines.append(f"{row['row']:<{width}}  {row['k']}  (cores busy)  {counts}")
-            continue
-        scalings = [row[name] for name in ("enqueued_scaling", "scaling")]
-        told = "  ".join("" if each is None else f"{each[0]:.2f}" for each in scalings)
-        lines.append(
-            f"{row['row']:<{width}}  {row['k']}  {row['enqueued_per_second']:>10,.0f}  {row['per_second']:>11,.0f}  "
-            f"{told:<20}  {row['p50_us']:>8.2f} {row['p99_us']:>8.2f} {row['p99_9_us']:>9.2f} {row['max_us']:>9.1f}  "
-            f"{counts}"
-        )
-    return "\n".join(lines)
-
-
-def _steps_table(made: dict[str, Any]) -> str:
-    blocks = made["blocks"]
-    lines = [
-        f"{made['kind']} step of {made['workload']}, {made['ranks']} ranks, {made['batch_per_rank']} samples each:"
-    ]
-    first = blocks.get("threads")
-    for name, seconds in blocks.items():
-        against = f", {made['refused'].get(name, 0)} blocks refused"
-        if not seconds:
-            lines.append(f"  {name:<22} (cores busy){against}")
-            continue
-        if first and name != "threads":
-            value, low, high = interval(first, seconds)
-            against += f", threads take {value:.2f} times [{low:.2f}, {high:.2f}]"
-        lines.append(f"  {name:<22} {float(np.median(seconds)) * 1e6:>10.0f} us{against}")
-    return "\n".join(lines)

@@ -13,7 +13,7 @@ from ...errors import DeviceError
 
 _NON_BLOCKING, _THREAD_LOCAL, _NO_TIMING = 1, 1, 2
 # A kernel that does nothing, and one that spins for so many clocks.
-_PTX = b"""
+PTX = b"""
 .version 7.0
 .target sm_70
 .address_size 64
@@ -111,21 +111,25 @@ class Submission:
     Args:
         ordinal: of the GPU.
         own_context: by ``cuCtxCreate``, instead of the primary one.
+        own_stream: a non-blocking one, instead of the context's default one.
     """
 
-    def __init__(self, ordinal: int, own_context: bool = False) -> None:
+    def __init__(self, ordinal: int, own_context: bool = False, own_stream: bool = True) -> None:
         self._driver = call = driver()
         self.context = call.new_context(ordinal) if own_context else call.primary_context(ordinal)
         self._own = own_context
         self.use()
         self.stream, self._module = ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuStreamCreate", ctypes.byref(self.stream), _NON_BLOCKING)
-        call("cuModuleLoadData", ctypes.byref(self._module), _PTX)
+        if own_stream:
+            call("cuStreamCreate", ctypes.byref(self.stream), _NON_BLOCKING)
+        call("cuModuleLoadData", ctypes.byref(self._module), PTX)
         self.event = ctypes.c_void_p()
         call("cuEventCreate", ctypes.byref(self.event), _NO_TIMING)
         self._clocks = ctypes.c_uint64()
         self.parameters: Any = (ctypes.c_void_p * 1)(ctypes.addressof(self._clocks))
         self._graphs: list[ctypes.c_void_p] = []
+        self._memory: list[ctypes.c_void_p] = []
+        self._pinned: list[ctypes.c_void_p] = []
 
     def use(self) -> None:
         """Make the context the current one of the calling thread."""
@@ -161,6 +165,20 @@ class Submission:
         self._graphs.append(executable)
         return executable.value or 0
 
+    def memory(self, nbytes: int) -> int:
+        """Return the address of memory of the GPU."""
+        return self._allocated("cuMemAlloc_v2", self._memory, nbytes)
+
+    def pinned(self, nbytes: int) -> int:
+        """Return the address of page-locked memory of the host."""
+        return self._allocated("cuMemAllocHost_v2", self._pinned, nbytes)
+
+    def _allocated(self, name: str, kept: list[ctypes.c_void_p], nbytes: int) -> int:
+        address = ctypes.c_void_p()
+        self._driver(name, ctypes.byref(address), ctypes.c_size_t(nbytes))
+        kept.append(address)
+        return address.value or 0
+
     def synchronize(self) -> None:
         """Wait for the stream."""
         self._driver("cuStreamSynchronize", self.stream)
@@ -171,8 +189,13 @@ class Submission:
         self.synchronize()
         for graph in self._graphs:
             self._driver("cuGraphExecDestroy", graph)
+        for address in self._memory:
+            self._driver("cuMemFree_v2", address)
+        for address in self._pinned:
+            self._driver("cuMemFreeHost", address)
         self._driver("cuEventDestroy_v2", self.event)
         self._driver("cuModuleUnload", self._module)
-        self._driver("cuStreamDestroy_v2", self.stream)
+        if self.stream:
+            self._driver("cuStreamDestroy_v2", self.stream)
         if self._own:
             self._driver("cuCtxDestroy_v2", self.context)

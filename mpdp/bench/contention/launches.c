@@ -2,7 +2,8 @@
  *
  * Compiled at run time by whatever C compiler is there; knows CUDA by addresses of functions alone. A call is a launch
  * of a kernel or of a graph, another call of the driver, or a mock: it spins or sleeps, and holds one lock of the process
- * meanwhile or does not. Every call is timed; every `every` calls the stream is waited for, outside of the times.
+ * meanwhile or does not. Every call is timed; every `every` calls the stream is waited for, outside of the times. A job
+ * ends after n calls, or the first that ends behind `stop_at` if that is not 0.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -13,20 +14,25 @@
 
 #define WARM_UP 16
 
-enum { SPIN, SLEEP, KERNEL, GRAPH, QUERY };
+enum { SPIN, SLEEP, KERNEL, GRAPH, QUERY, ATTRIBUTE, RECORD, COPY, ALLOCATE, ALLOCATE_ASYNC, WAIT, LOAD };
 
 typedef struct {
-    int64_t kind, n, every, nanoseconds, mock_lock, user_lock, cpu, start_at;
-    void *call, *synchronize, *set_context, *context, *stream, *target;
+    int64_t kind, n, every, nanoseconds, mock_lock, user_lock, cpu, start_at, stop_at, bytes;
+    void *call, *second, *third, *synchronize, *set_context, *context, *stream, *target, *event, *memory;
     void **parameters;
-    float *latencies; /* nanoseconds */
-    int64_t started, ended, busy, error, voluntary, involuntary, cpu_nanoseconds;
+    float *latencies; /* nanoseconds; NULL: not kept */
+    int64_t started, ended, busy, calls, error, voluntary, involuntary, cpu_nanoseconds;
 } Job;
 
 typedef int (*launch_kernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                              void **);
 typedef int (*two)(void *, void *);
 typedef int (*one)(void *);
+typedef int (*attribute)(void *, int, void *);
+typedef int (*copy)(void *, void *, int64_t, void *);
+typedef int (*allocate)(void **, int64_t);
+typedef int (*allocate_async)(void **, int64_t, void *);
+typedef int (*load)(void **, void *);
 
 static pthread_mutex_t mock = PTHREAD_MUTEX_INITIALIZER, user = PTHREAD_MUTEX_INITIALIZER;
 
@@ -52,12 +58,33 @@ static void spend(const Job *job) {
     }
 }
 
+static int64_t launch(const Job *job) {
+    return ((launch_kernel)job->call)(job->target, 1, 1, 1, 32, 1, 1, 0, job->stream, job->parameters, NULL);
+}
+
 int64_t once(const Job *job) {
+    void *made = NULL;
+    int64_t failed;
     switch (job->kind) {
-        case KERNEL:
-            return ((launch_kernel)job->call)(job->target, 1, 1, 1, 32, 1, 1, 0, job->stream, job->parameters, NULL);
+        case KERNEL: return launch(job);
         case GRAPH: return ((two)job->call)(job->target, job->stream);
         case QUERY: ((one)job->call)(job->target); return 0; /* "not ready" is an answer */
+        case ATTRIBUTE: return ((attribute)job->call)(&made, 2, job->memory); /* the kind of memory */
+        case RECORD: return ((two)job->call)(job->event, job->stream);
+        case COPY: return ((copy)job->call)(job->memory, job->target, job->bytes, job->stream);
+        case ALLOCATE:
+            failed = ((allocate)job->call)(&made, job->bytes);
+            return failed ? failed : ((one)job->second)(made);
+        case ALLOCATE_ASYNC:
+            failed = ((allocate_async)job->call)(&made, job->bytes, job->stream);
+            return failed ? failed : ((two)job->second)(made, job->stream);
+        case WAIT:
+            failed = launch(job);
+            if (!failed) failed = ((two)job->second)(job->event, job->stream);
+            return failed ? failed : ((one)job->third)(job->event);
+        case LOAD:
+            failed = ((load)job->call)(&made, job->target);
+            return failed ? failed : ((one)job->second)(made);
         default:
             if (job->mock_lock) pthread_mutex_lock(&mock);
             spend(job);
@@ -94,19 +121,21 @@ void run_loop(Job *job) {
     getrusage(RUSAGE_THREAD, &before_start);
     wait_for_start(job);
     job->started = now();
-    int64_t busy = 0, failed = 0;
-    for (int64_t i = 0; i < job->n && !failed; i++) {
+    int64_t busy = 0, failed = 0, i = 0;
+    for (; i < job->n && !failed; i++) {
         const int64_t before = now();
+        if (job->stop_at && i && before >= job->stop_at) break;
         if (job->user_lock) pthread_mutex_lock(&user);
         failed = once(job);
         if (job->user_lock) pthread_mutex_unlock(&user);
         const int64_t spent = now() - before;
         busy += spent;
-        job->latencies[i] = (float)spent;
+        if (job->latencies) job->latencies[i] = (float)spent;
         if (job->synchronize && (i + 1) % job->every == 0) ((one)job->synchronize)(job->stream);
     }
     if (job->synchronize && !failed) failed = ((one)job->synchronize)(job->stream);
     job->busy = busy;
+    job->calls = i;
     job->error = failed;
     job->ended = now();
     getrusage(RUSAGE_THREAD, &after_end);

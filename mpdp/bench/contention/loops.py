@@ -1,4 +1,4 @@
-"""The loops of ``launches.c``, compiled when they are first wanted, and what one job of them is."""
+"""The C of this folder, compiled when it is first wanted: the loops of ``launches.c`` and what one job of them is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "launches.c"
-SPIN, SLEEP, KERNEL, GRAPH, QUERY = range(5)  # kinds of a job, as in launches.c
+FOLDER = Path(__file__).parent
+SPIN, SLEEP, KERNEL, GRAPH, QUERY, ATTRIBUTE, RECORD, COPY, ALLOCATE, ALLOCATE_ASYNC, WAIT, LOAD = range(12)
 _COMPILERS = ("cc", "gcc", "clang")
 
 _i64, _pointer = ctypes.c_int64, ctypes.c_void_p
@@ -22,18 +22,15 @@ _i64, _pointer = ctypes.c_int64, ctypes.c_void_p
 class Job(ctypes.Structure):
     """``Job`` of ``launches.c``."""
 
-    _fields_ = (
-        *(
-            (name, _i64)
-            for name in ("kind", "n", "every", "nanoseconds", "mock_lock", "user_lock", "cpu", "start_at")
-        ),
-        *((name, _pointer) for name in ("call", "synchronize", "set_context", "context", "stream", "target")),
-        ("parameters", _pointer),
-        ("latencies", _pointer),
-        *(
-            (name, _i64)
-            for name in ("started", "ended", "busy", "error", "voluntary", "involuntary", "cpu_nanoseconds")
-        ),
+    _fields_ = tuple(
+        (name, kind)
+        for kind, names in (
+            (_i64, "kind n every nanoseconds mock_lock user_lock cpu start_at stop_at bytes"),
+            (_pointer, "call second third synchronize set_context context stream target event memory"),
+            (_pointer, "parameters latencies"),
+            (_i64, "started ended busy calls error voluntary involuntary cpu_nanoseconds"),
+        )
+        for name in names.split()
     )
 
 
@@ -74,27 +71,42 @@ class Loops:
 
 @cache
 def loops() -> Loops | str:
-    """Return the loops, or why there are none. **Local.**
+    """Return the loops, or why there are none. **Local.**"""
+    try:
+        return Loops(str(library("launches")))
+    except (OSError, RuntimeError) as error:
+        return str(error)
 
-    The library is compiled once a user and source, into the cache.
+
+def library(name: str) -> Path:
+    """Return the shared library of a file of C of this folder, compiled once a user and source, into the cache.
+
+    **Local.**
+
+    Raises:
+        RuntimeError: why there is none, such as no compiler.
     """
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((found for each in _COMPILERS if (found := shutil.which(each))), None)
     if compiler is None:
-        return f"no C compiler ({', '.join(_COMPILERS)})"
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+        raise RuntimeError(f"no C compiler ({', '.join(_COMPILERS)})")
+    source = FOLDER / f"{name}.c"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     for folder in (Path(base, "mpdp"), Path(tempfile.mkdtemp(prefix="mpdp-launches-"))):
-        path = folder / f"launches-{digest}.so"
+        path = folder / f"{name}-{digest}.so"
         try:
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")
-                line = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(part), str(SOURCE)]
+                line = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(part), str(source), "-ldl"]
                 done = subprocess.run(line, capture_output=True, text=True, timeout=60)
                 if done.returncode:
-                    return f"{compiler} cannot compile the loops: {done.stderr.strip().splitlines()[-1:]}"
+                    raise RuntimeError(
+                        f"{compiler} cannot compile {name}.c: {done.stderr.strip().splitlines()[-1:]}"
+                    )
                 os.replace(part, path)
-            return Loops(str(path))
+            ctypes.CDLL(str(path))
+            return path
         except (OSError, subprocess.TimeoutExpired) as error:
             why = str(error)
-    return f"the loops cannot be built: {why}"
+    raise RuntimeError(f"{name}.c cannot be built: {why}")

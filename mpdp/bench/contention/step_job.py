@@ -1,32 +1,42 @@
 """The training step, as the same script for ranks that are threads and for ranks that are processes.
 
 Started by ``mpdp run``, with or without ``--threads``, with the workload, the device, the samples a rank, and what
-steps: ``eager`` or ``graph``, or PyTorch's DDP: ``torch`` and a Python that has it. Rank 0 is told how many steps to do
-and answers with the seconds of one.
+steps: ``eager`` or ``graph``, and a transport if not what ``init`` chooses; PyTorch's DDP: ``torch`` and a Python that
+has it; or, in one process, ``data-parallel`` and a number of replicas. Rank 0 is told how many steps to do and answers
+with the seconds of one.
 """
 
 from __future__ import annotations
 
+import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 import mpdp
-from mpdp import World, kernels
+from mpdp import World, kernels, optim
 from mpdp.bench.contention.channel import answer
+from mpdp.bench.thread_data_parallel import DataParallel
 from mpdp.bench.workloads import build
 
 PATIENCE = 3600.0  # seconds that ranks wait while other jobs have their turn
 WARM_UP = 12
 
 
-def main(name: str, device: str, batch: int, how: str, python: str = "") -> None:
+def main(name: str, device: str, batch: int, how: str, more: str = "") -> None:
     """Answer until rank 0 is told None. **Collective.**"""
-    world = mpdp.init(device=device, timeout=PATIENCE)
+    transport = more if more and how in ("eager", "graph") else "auto"
+    world = mpdp.init(device=device, transport=transport, timeout=PATIENCE)
     comm = world.axis("data")
-    run = _torch(world, name, batch, python) if how == "torch" else _own(world, name, batch, how)
+    if how == "torch":
+        run = _torch(world, name, batch, more)
+    elif how == "data-parallel":
+        run = _data_parallel(world, name, batch, int(more))
+    else:
+        run = _own(world, name, batch, how)
 
     def block(steps: int) -> float:
         comm.barrier()
@@ -36,8 +46,13 @@ def main(name: str, device: str, batch: int, how: str, python: str = "") -> None
 
     block(WARM_UP)
     parent = answer() if world.rank == 0 else None
+    peak = np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
+    if world.transport == "threads" or threading.current_thread() is not threading.main_thread():
+        peak /= world.size  # each says what all have
+    comm.all_reduce(peak, lane="urgent")
     if parent is not None:
-        parent.send({"transport": world.transport, "ranks": world.size, "device": str(world.device)})
+        about = {"transport": world.transport, "ranks": world.size, "device": str(world.device)}
+        parent.send({**about, "host_bytes": int(peak[0])})
     while True:
         steps = np.zeros(1, dtype=np.int64)
         if parent is not None:
@@ -68,6 +83,37 @@ def _own(world: World, name: str, batch: int, how: str) -> Callable[[int], float
         if world.device.kind == "cuda":
             world.device.xp.cuda.get_current_stream().synchronize()
             float(trainer.loss)
+        return (time.perf_counter() - start) / steps
+
+    return run
+
+
+def _data_parallel(world: World, name: str, batch: int, replicas: int) -> Callable[[int], float]:
+    """Return what does so many steps as ``torch.nn.DataParallel`` does them, SGD by hand. **Local.**"""
+    workload = build(name, 0, batch, world.device.kind)
+    workload.model.to(world.device)
+    gpus = len(mpdp.devices()) if world.device.kind == "cuda" else 0
+    devices = [f"cuda:{i % gpus}" for i in range(replicas)] if gpus else ["cpu"] * replicas
+    parallel = DataParallel(workload.model, devices)
+    x, y = (kernels.move(array, world.device) for array in workload.batch)
+    rule = workload.optimizer
+    assert isinstance(rule, optim.SGD)
+    xp, parameters = world.device.xp, list(workload.model.parameters())
+    speeds = [xp.zeros_like(parameter.data) for parameter in parameters]
+
+    def run(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = workload.loss(parallel(x), y)
+            parallel.backward(loss)
+            for parameter, speed in zip(parameters, speeds):
+                speed *= rule.momentum
+                speed += parameter.grad
+                parameter.data[...] -= rule.lr * speed
+                parameter.grad = None
+        if world.device.kind == "cuda":
+            xp.cuda.get_current_stream().synchronize()
+        float(loss)
         return (time.perf_counter() - start) / steps
 
     return run

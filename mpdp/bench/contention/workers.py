@@ -111,27 +111,38 @@ class Processes:
 
     def run(self, arm: Arm, ordinals: Sequence[int], n: int, cpus: Sequence[int]) -> Run:
         """Let k processes launch n times each. **Local.**"""
-        self._start(arm, ordinals)
+        self.start(arm.launch, ordinals, arm.loop)
         channels = self._channels[: arm.k]
         start_at = time.monotonic_ns() + int(1e9 * (_LEAD + _LEAD_EACH * arm.k + 0.005))
         for i, channel in enumerate(channels):
-            channel.send((arm.launch, ordinals[i], arm.loop, n, start_at, arm.workers == "mutex", cpus[i]))
+            mutex = arm.workers == "mutex"
+            channel.send((arm.launch, ordinals[i], arm.loop, n, start_at, 0, mutex, cpus[i]))
         return Run(n, start_at, [channel.receive() for channel in channels])
 
-    def _start(self, arm: Arm, ordinals: Sequence[int]) -> None:
+    def begin(self, launch: Launch, ordinal: int, start_at: int, stop_at: int, cpu: int) -> None:
+        """Let the first process, which has to be ready, launch in a loop of C from one moment to another. **Local.**"""
+        self._channels[0].send((launch, ordinal, "c", 1 << 40, start_at, stop_at, False, cpu))
+
+    def end(self) -> Timing:
+        """Return how that went. **Local.**"""
+        timing: Timing = self._channels[0].receive()
+        return timing
+
+    def start(self, launch: Launch, ordinals: Sequence[int], loop: str) -> None:
+        """Start processes where there are too few, and let each launch once. **Local.**"""
         first = len(self._channels)
         begun = time.monotonic_ns()
-        for i in range(first, arm.k):
+        for i in range(first, len(ordinals)):
             words = [sys.executable, "-m", "mpdp.bench.contention.child"]
             self._channels.append(Channel(words, self._environ, f"worker {i}"))
         for channel in self._channels[first:]:
             channel.connect()
-        for i in range(arm.k):
-            key = i, arm.launch, ordinals[i], arm.loop
+        for i, ordinal in enumerate(ordinals):
+            key = i, launch, ordinal, loop
             if key in self._ready:
                 continue
             free = None if self.used_bytes is None else self.used_bytes()
-            self._channels[i].send((arm.launch, ordinals[i], arm.loop, 0, 0, False, -1))
+            self._channels[i].send((launch, ordinal, loop, 0, 0, 0, False, -1))
             told = self._channels[i].receive()
             self._ready.add(key)
             if i >= first:  # its first launch: the context is new
@@ -170,7 +181,8 @@ class Workers:
         ordinals = [i % max(1, self.gpus) for i in range(arm.k)]
         if arm.workers in self.processes:
             return self.processes[arm.workers].run(arm, ordinals, n, cpus)
-        targets = [self._target(arm, i, ordinal) for i, ordinal in enumerate(ordinals)]
+        free = arm.loop != "held"
+        targets = [self._target(arm.launch, i, ordinal, free) for i, ordinal in enumerate(ordinals)]
         start_at = time.monotonic_ns() + int(1e9 * (_LEAD + _LEAD_EACH * arm.k))
         if arm.workers.startswith("pthreads"):
             return self._run_c(arm, targets, n, start_at, cpus)
@@ -180,10 +192,51 @@ class Workers:
             return self._run_submitter(targets, n, start_at, cpus)
         return self._run_threads(arm, targets, n, start_at, cpus)
 
-    def _target(self, arm: Arm, i: int, ordinal: int) -> Target:
-        key = arm.launch, i, arm.loop != "held"
+    def beside(
+        self, launch: Launch, other: Launch | None, process: str | None, seconds: float, cpus: Sequence[int]
+    ) -> tuple[Timing, Timing | None]:
+        """Let a thread of C launch while another thread, or a process, does something else, on the next GPU.
+
+        **Local.**
+
+        Args:
+            launch: of the thread that is looked at.
+            other: what goes on beside it; None for nothing.
+            process: of which processes the other is one; None: a thread of this process.
+            seconds: from the common start to the stop.
+            cpus: the cores of both; -1 for any.
+
+        Returns:
+            how it went for the thread, and for the other.
+        """
+        loops = c.loops()
+        assert not isinstance(loops, str)
+        ordinal = 1 % max(1, self.gpus)
+        targets = [self._target(launch, 0, 0)]
+        beside = None if process is None else self.processes[process]
+        if other is not None and beside is not None:
+            beside.start(other, [ordinal], "c")
+        elif other is not None:
+            targets.append(self._target(other, 1, ordinal))
+        start_at = time.monotonic_ns() + int(1e9 * (_LEAD + 2 * _LEAD_EACH))
+        stop_at = start_at + int(1e9 * seconds)
+        latencies = targets[0].jobs(int(seconds * 4e6), start_at, False, stop_at)
+        for target in targets[1:]:
+            target.jobs(1 << 40, start_at, False, stop_at, keep=False)
+        for target, cpu in zip(targets, cpus):
+            target.job.cpu = cpu
+        if other is not None and beside is not None:
+            beside.begin(other, ordinal, start_at, stop_at, cpus[1])
+        loops.run_threads([target.job for target in targets])
+        timing = targets[0].timing(latencies)
+        if other is None:
+            return timing, None
+        return timing, targets[1].timing(latencies[:0]) if beside is None else beside.end()
+
+    def _target(self, launch: Launch, i: int, ordinal: int, free: bool = True) -> Target:
+        key = launch, i, free
         if key not in self._targets:
-            self._targets[key] = Target(arm.launch, ordinal, arm.loop != "held")
+            self._targets[key] = Target(launch, ordinal, free)
         return self._targets[key]
 
     def _run_c(self, arm: Arm, targets: list[Target], n: int, start_at: int, cpus: Sequence[int]) -> Run:

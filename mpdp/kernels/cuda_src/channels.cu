@@ -22,11 +22,29 @@ __device__ __forceinline__ T rounded(W value) { return As<T>::of(value); }
 #define FORWARD(tile) ((tile) * tile_rows + threadIdx.y)
 #define BACKWARD(tile) ((tiles - 1 - (tile)) * tile_rows + threadIdx.y)
 
-// Rows that block b of `blocks` has swept over: the last tile, which may be short, is that of block 0.
-__device__ __forceinline__ i64 swept(i64 b, i64 blocks, i64 rows, i64 tile_rows) {
-    i64 tiles = (rows + tile_rows - 1) / tile_rows;
-    i64 own = b < tiles ? (tiles - b + blocks - 1) / blocks : 0;
-    return own * tile_rows - (b == 0 ? tiles * tile_rows - rows : 0);
+// Rows that each of `blocks` blocks has swept over: the last tile, which may be short, is that of block 0.
+struct Swept {
+    i64 each, more, missing, tile_rows;
+
+    __device__ __forceinline__ Swept(i64 blocks, i64 rows, i64 tile_rows) : tile_rows(tile_rows) {
+        i64 tiles = (rows + tile_rows - 1) / tile_rows;
+        each = tiles / blocks, more = tiles - each * blocks, missing = tiles * tile_rows - rows;
+    }
+    __device__ __forceinline__ i64 of(i64 b) const {
+        return (each + (b < more)) * tile_rows - (b == 0 ? missing : 0);
+    }
+};
+
+// The sum over threadIdx.y of a block of (32, 32) threads, to all threads of a column.
+__device__ __forceinline__ double column_sum(double value) {
+    __shared__ double parts[32][33], totals[32];
+    __syncthreads();  // an earlier call may still be read
+    parts[threadIdx.y][threadIdx.x] = value;
+    __syncthreads();
+    double total = warp_sum(parts[threadIdx.x][threadIdx.y]);
+    if (threadIdx.x == 0) totals[threadIdx.y] = total;
+    __syncthreads();
+    return totals[threadIdx.x];
 }
 
 // -- moments ------------------------------------------------------------------------------------------------
@@ -50,15 +68,34 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) moments(const T* x, W*
         #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             if (row + u * blockDim.y < rows) a[u] = load(x, row + u * blockDim.y, channels, at);
-        #pragma unroll
-        for (int u = 0; u < UNROLL; u++) if (row + u * blockDim.y < rows) {
-            count++;
-            W part = 1 / (W)count;
+        // The rows loaded together have a mean and squares about it; these join what there was, as parts do that are
+        // merged: as right far from 0 as Welford's steps from row to row, and no division for each.
+        if (row + (UNROLL - 1) * blockDim.y < rows) {
+            W part = UNROLL / (W)(count + UNROLL), both = count * part;
             #pragma unroll
-            for (int i = 0; i < VEC; i++) {  // Welford (1962): stays right far from 0
-                W value = wide(a[u].v[i]) - origin[i], away = value - mean[i];
+            for (int i = 0; i < VEC; i++) {
+                W value[UNROLL], own = 0, squares = 0;
+                #pragma unroll
+                for (int u = 0; u < UNROLL; u++) own += value[u] = wide(a[u].v[i]) - origin[i];
+                own *= (W)(1.0 / UNROLL);
+                #pragma unroll
+                for (int u = 0; u < UNROLL; u++) squares += (value[u] - own) * (value[u] - own);
+                W away = own - mean[i];
                 mean[i] += away * part;
-                square[i] += away * (value - mean[i]);
+                square[i] += squares + away * away * both;
+            }
+            count += UNROLL;
+        } else {
+            #pragma unroll
+            for (int u = 0; u < UNROLL; u++) if (row + u * blockDim.y < rows) {
+                count++;
+                W part = 1 / (W)count;
+                #pragma unroll
+                for (int i = 0; i < VEC; i++) {
+                    W away = wide(a[u].v[i]) - origin[i] - mean[i];
+                    mean[i] += away * part;
+                    square[i] += away * away * (1 - part);
+                }
             }
         }
     }
@@ -108,29 +145,20 @@ __device__ void publish(i64 c, i64 channels, double count, double mean, double s
 extern "C" __global__ void moments_finish(const T* x, const W* partial, double* out, i64 blocks, i64 rows, i64 channels,
                                           i64 tile_rows, double eps, double* statistics, R* running_mean,
                                           R* running_variance, double momentum) {
-    __shared__ double parts[32][32];
     i64 c = blockIdx.x * 32LL + threadIdx.x;
+    Swept swept(blocks, rows, tile_rows);
     double sum = 0, squares = 0;
     if (c < channels)
-        for (i64 b = threadIdx.y; b < blocks; b += 32)
-            sum += swept(b, blocks, rows, tile_rows) * (double)partial[b * 2 * channels + c];
-    parts[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    double mean = 0;
-    for (int y = 0; y < 32; y++) mean += parts[y][threadIdx.x];
-    mean /= rows > 0 ? rows : 1;
-    __syncthreads();
+        for (i64 b = threadIdx.y; b < blocks; b += 32) sum += swept.of(b) * (double)partial[b * 2 * channels + c];
+    double mean = column_sum(sum) / (rows > 0 ? rows : 1);
     if (c < channels)
         for (i64 b = threadIdx.y; b < blocks; b += 32) {
             double away = (double)partial[b * 2 * channels + c] - mean;
             squares += (double)partial[(b * 2 + 1) * channels + c];
-            squares += swept(b, blocks, rows, tile_rows) * away * away;
+            squares += swept.of(b) * away * away;
         }
-    parts[threadIdx.y][threadIdx.x] = squares;
-    __syncthreads();
+    squares = column_sum(squares);
     if (threadIdx.y || c >= channels) return;
-    squares = 0;
-    for (int y = 0; y < 32; y++) squares += parts[y][threadIdx.x];
     if (rows > 0) mean += (double)wide(x[c]);
     if (statistics)
         publish(c, channels, rows, mean, squares, eps, statistics, running_mean, running_variance, momentum);
@@ -287,7 +315,6 @@ channel_sums(const T* g, const T* h, const T* x, const u8* positive, const doubl
 // of weight and bias, where they are wanted.
 extern "C" __global__ void channel_sums_finish(const W* partial, const double* rstd, double* sums, O* gain,
                                                O* shift, i64 blocks, i64 channels, i64 add_gain, i64 add_shift) {
-    __shared__ double parts[2][32][32];
     i64 c = blockIdx.x * 32LL + threadIdx.x;
     double one = 0, other = 0;
     if (c < channels)
@@ -295,15 +322,9 @@ extern "C" __global__ void channel_sums_finish(const W* partial, const double* r
             one += (double)partial[b * 2 * channels + c];
             other += (double)partial[(b * 2 + 1) * channels + c];
         }
-    parts[0][threadIdx.y][threadIdx.x] = one;
-    parts[1][threadIdx.y][threadIdx.x] = other;
-    __syncthreads();
+    one = column_sum(one);
+    other = column_sum(other);
     if (threadIdx.y || c >= channels) return;
-    one = other = 0;
-    for (int y = 0; y < 32; y++) {
-        one += parts[0][y][threadIdx.x];
-        other += parts[1][y][threadIdx.x];
-    }
     other *= rstd[c];
     sums[c] = one;
     sums[channels + c] = other;

@@ -1,5 +1,6 @@
 // Images with channels last: layouts, bias and ReLU, pooling. T: stored type; W: type of the arithmetic. VEC: channels
-// that a thread takes at a time. RELU: 1 or 0.
+// that a thread takes at a time. RELU: 1 or 0. I: type of indices. WINDOW, STEP: of pooling, the
+// length of a square window and its step where they are known when this is built, or 0.
 
 struct alignas(VEC * sizeof(T)) Pack { T v[VEC]; };
 
@@ -8,10 +9,10 @@ __device__ __forceinline__ Pack load(const T* p, i64 at) { return *(const Pack*)
 // -- layouts ------------------------------------------------------------------------------------------------
 
 // (count, channels, places) to (count, places, padded), 0 in the channels that are added; for few of them.
-extern "C" __global__ void few_channels_last(const T* x, T* out, i64 count, i64 channels, i64 places, i64 padded) {
-    for (i64 at = thread(); at < count * places; at += threads()) {
-        i64 n = at / places, place = at - n * places;
-        for (i64 c = 0; c < padded; c += VEC) {
+extern "C" __global__ void few_channels_last(const T* x, T* out, I count, I channels, I places, I padded) {
+    for (I at = (I)thread(); at < count * places; at += (I)threads()) {
+        I n = at / places, place = at - n * places;
+        for (I c = 0; c < padded; c += VEC) {
             Pack r;
             #pragma unroll
             for (int i = 0; i < VEC; i++)
@@ -40,31 +41,35 @@ extern "C" __global__ void channels_last(const T* x, T* out, i64 count, i64 chan
     }
 }
 
-// (count, channels, height, width) to (count, rows, columns, 2 * VEC): blocks of 2 x 2 pixels, the first of them `top`
-// and `left` pixels outside of the image; channels of the upper left pixel, the upper right one, and so on, then zeros.
-extern "C" __global__ void folded(const T* x, T* out, i64 count, i64 channels, i64 height, i64 width, i64 rows,
-                                  i64 columns, i64 top, i64 left) {
-    for (i64 at = thread(); at < count * rows * columns; at += threads()) {
-        i64 v = at % columns, rest = at / columns, u = rest % rows, n = rest / rows;
+template <int C>
+__device__ __forceinline__ void fold(const T* x, T* out, I count, I height, I width, I rows, I columns, I top, I left) {
+    for (I at = (I)thread(); at < count * rows * columns; at += (I)threads()) {
+        I v = at % columns, rest = at / columns, u = rest % rows, n = rest / rows;
         Pack r[2];
         #pragma unroll
         for (int i = 0; i < 2 * VEC; i++) r[i / VEC].v[i % VEC] = T{};
         #pragma unroll
         for (int pixel = 0; pixel < 4; pixel++) {
-            i64 y = 2 * u - top + pixel / 2, z = 2 * v - left + pixel % 2;
+            I y = 2 * u - top + pixel / 2, z = 2 * v - left + pixel % 2;
             if (y < 0 || y >= height || z < 0 || z >= width) continue;
             #pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (c < channels) {
-                    int place = pixel * (int)channels + c;
-                    T value = x[((n * channels + c) * height + y) * width + z];
-                    #pragma unroll
-                    for (int i = 0; i < 2 * VEC; i++) if (i == place) r[i / VEC].v[i % VEC] = value;
-                }
+            for (int c = 0; c < C; c++)
+                if (pixel * C + c < 2 * VEC)  // always, where this is launched
+                    r[(pixel * C + c) / VEC].v[(pixel * C + c) % VEC] = x[((n * C + c) * height + y) * width + z];
         }
         *(Pack*)(out + at * 2 * VEC) = r[0];
         *(Pack*)(out + at * 2 * VEC + VEC) = r[1];
     }
+}
+
+// (count, channels, height, width) to (count, rows, columns, 2 * VEC): blocks of 2 x 2 pixels, the first of them `top`
+// and `left` pixels outside of the image; channels of the upper left pixel, the upper right one, and so on, then zeros.
+extern "C" __global__ void folded(const T* x, T* out, I count, I channels, I height, I width, I rows, I columns,
+                                  I top, I left) {
+    if (channels == 1) fold<1>(x, out, count, height, width, rows, columns, top, left);
+    else if (channels == 2) fold<2>(x, out, count, height, width, rows, columns, top, left);
+    else if (channels == 3) fold<3>(x, out, count, height, width, rows, columns, top, left);
+    else fold<4>(x, out, count, height, width, rows, columns, top, left);
 }
 
 // out[row, c] = max(x[row, c] + bias[c], 0), of rows of `padded` to rows of `channels`; x may be out.
@@ -86,25 +91,35 @@ extern "C" __global__ void bias_relu(const T* x, const T* bias, T* out, i64 rows
 
 // -- pooling ------------------------------------------------------------------------------------------------
 
-#define WINDOWS i64 count, i64 height, i64 width, i64 channels, i64 down, i64 across, i64 size_y, i64 size_x, \
-    i64 step_y, i64 step_x, i64 pad_y, i64 pad_x  // down x across windows
+// Blocks: x over the packs of a line of pixels or windows, y over lines of all images.
+#define WINDOWS I count, I height, I width, I channels, I down, I across, I given_y, I given_x, I given_step_y, \
+    I given_step_x, I pad_y, I pad_x  // down x across windows
+#define SIZES \
+    const I size_y = WINDOW ? WINDOW : given_y, size_x = WINDOW ? WINDOW : given_x, groups = channels / VEC; \
+    const I step_y = STEP ? STEP : given_step_y, step_x = STEP ? STEP : given_step_x;
+#define EACH(lines, length) \
+    for (I line = blockIdx.y; line < count * (lines); line += gridDim.y) \
+        for (I along = (I)thread(); along < (length) * groups; along += (I)threads())
+
+struct alignas(VEC) Places { u8 v[VEC]; };
 
 // place: the first of equal maxima in its window, 255 where ReLU takes it; (count, down, across, channels) bytes.
 extern "C" __global__ void max_pool(const T* x, T* out, u8* place, WINDOWS) {
-    i64 groups = channels / VEC;
-    for (i64 at = thread(); at < count * down * across * groups; at += threads()) {
-        i64 c = at % groups * VEC, rest = at / groups, q = rest % across;
-        rest /= across;
-        i64 p = rest % down, n = rest / down;
+    SIZES
+    EACH(down, across) {
+        I q = along / groups, c = (along - q * groups) * VEC, n = line / down, p = line - n * down;
+        I at = line * across * groups + along;
         W best[VEC];
         u32 found[VEC];
         #pragma unroll
         for (int i = 0; i < VEC; i++) { best[i] = -infinity((W)0); found[i] = 254; }
-        for (i64 i = 0; i < size_y; i++) {
-            i64 row = p * step_y + i - pad_y;
+        #pragma unroll
+        for (I i = 0; i < size_y; i++) {
+            I row = p * step_y + i - pad_y;
             if (row < 0 || row >= height) continue;
-            for (i64 j = 0; j < size_x; j++) {
-                i64 column = q * step_x + j - pad_x;
+            #pragma unroll
+            for (I j = 0; j < size_x; j++) {
+                I column = q * step_x + j - pad_x;
                 if (column < 0 || column >= width) continue;
                 Pack a = load(x, ((n * height + row) * width + column) * channels + c);
                 #pragma unroll
@@ -119,6 +134,7 @@ extern "C" __global__ void max_pool(const T* x, T* out, u8* place, WINDOWS) {
             }
         }
         Pack r;
+        Places won;
         #pragma unroll
         for (int v = 0; v < VEC; v++) {
             if (RELU && !(best[v] > 0)) {
@@ -126,34 +142,40 @@ extern "C" __global__ void max_pool(const T* x, T* out, u8* place, WINDOWS) {
                 if (best[v] < 0) best[v] = 0;
             }
             r.v[v] = As<T>::of(best[v]);
-            place[at * VEC + v] = (u8)found[v];
+            won.v[v] = (u8)found[v];
         }
         *(Pack*)(out + at * VEC) = r;
+        *(Places*)(place + at * VEC) = won;
     }
+}
+
+// The windows that hold a pixel of column or row `at`: from `first` to `last`.
+__device__ __forceinline__ void windows_of(I at, I size, I step, I most, I& first, I& last) {
+    first = at < size ? 0 : (at - size) / step + 1;
+    last = at / step;
+    if (last >= most) last = most - 1;
 }
 
 // Each pixel adds up the windows that it won, in their order.
 extern "C" __global__ void max_pool_backward(const T* g, const u8* place, T* out, WINDOWS) {
-    i64 groups = channels / VEC;
-    for (i64 at = thread(); at < count * height * width * groups; at += threads()) {
-        i64 c = at % groups * VEC, rest = at / groups, column = rest % width;
-        rest /= width;
-        i64 row = rest % height, n = rest / height;
+    SIZES
+    EACH(height, width) {
+        I column = along / groups, c = (along - column * groups) * VEC, n = line / height, row = line - n * height;
+        I at = line * width * groups + along;
         W sum[VEC];
         #pragma unroll
         for (int v = 0; v < VEC; v++) sum[v] = 0;
-        i64 y = row + pad_y, x = column + pad_x;
-        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y;
-        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x;
-        if (last_p >= down) last_p = down - 1;
-        if (last_q >= across) last_q = across - 1;
-        for (i64 p = first_p; p <= last_p; p++)
-            for (i64 q = first_q; q <= last_q; q++) {
+        I y = row + pad_y, x = column + pad_x, first_p, last_p, first_q, last_q;
+        windows_of(y, size_y, step_y, down, first_p, last_p);
+        windows_of(x, size_x, step_x, across, first_q, last_q);
+        for (I p = first_p; p <= last_p; p++)
+            for (I q = first_q; q <= last_q; q++) {
                 u32 own = (u32)((y - p * step_y) * size_x + x - q * step_x);
-                i64 window = ((n * down + p) * across + q) * channels + c;
+                I window = ((n * down + p) * across + q) * channels + c;
                 Pack a = load(g, window);
+                Places won = *(const Places*)(place + window);
                 #pragma unroll
-                for (int v = 0; v < VEC; v++) if (place[window + v] == own) sum[v] += wide(a.v[v]);
+                for (int v = 0; v < VEC; v++) if (won.v[v] == own) sum[v] += wide(a.v[v]);
             }
         Pack r;
         #pragma unroll
@@ -163,21 +185,20 @@ extern "C" __global__ void max_pool_backward(const T* g, const u8* place, T* out
 }
 
 extern "C" __global__ void avg_pool(const T* x, T* out, WINDOWS) {
-    i64 groups = channels / VEC;
+    SIZES
     W part = (W)(1.0 / (double)(size_y * size_x));
-    for (i64 at = thread(); at < count * down * across * groups; at += threads()) {
-        i64 c = at % groups * VEC, rest = at / groups, q = rest % across;
-        rest /= across;
-        i64 p = rest % down, n = rest / down;
+    EACH(down, across) {
+        I q = along / groups, c = (along - q * groups) * VEC, n = line / down, p = line - n * down;
+        I at = line * across * groups + along;
         W sum[VEC];
         #pragma unroll
         for (int v = 0; v < VEC; v++) sum[v] = 0;
-        for (i64 i = 0; i < size_y; i++) {
-            i64 row = p * step_y + i - pad_y;
+        for (I i = 0; i < size_y; i++) {
+            I row = p * step_y + i - pad_y;
             if (row < 0 || row >= height) continue;
             #pragma unroll 4
-            for (i64 j = 0; j < size_x; j++) {
-                i64 column = q * step_x + j - pad_x;
+            for (I j = 0; j < size_x; j++) {
+                I column = q * step_x + j - pad_x;
                 if (column < 0 || column >= width) continue;
                 Pack a = load(x, ((n * height + row) * width + column) * channels + c);
                 #pragma unroll
@@ -192,22 +213,19 @@ extern "C" __global__ void avg_pool(const T* x, T* out, WINDOWS) {
 }
 
 extern "C" __global__ void avg_pool_backward(const T* g, T* out, WINDOWS) {
-    i64 groups = channels / VEC;
+    SIZES
     W part = (W)(1.0 / (double)(size_y * size_x));
-    for (i64 at = thread(); at < count * height * width * groups; at += threads()) {
-        i64 c = at % groups * VEC, rest = at / groups, column = rest % width;
-        rest /= width;
-        i64 row = rest % height, n = rest / height;
+    EACH(height, width) {
+        I column = along / groups, c = (along - column * groups) * VEC, n = line / height, row = line - n * height;
+        I at = line * width * groups + along;
         W sum[VEC];
         #pragma unroll
         for (int v = 0; v < VEC; v++) sum[v] = 0;
-        i64 y = row + pad_y, x = column + pad_x;
-        i64 first_p = y < size_y ? 0 : (y - size_y) / step_y + 1, last_p = y / step_y;
-        i64 first_q = x < size_x ? 0 : (x - size_x) / step_x + 1, last_q = x / step_x;
-        if (last_p >= down) last_p = down - 1;
-        if (last_q >= across) last_q = across - 1;
-        for (i64 p = first_p; p <= last_p; p++)
-            for (i64 q = first_q; q <= last_q; q++) {
+        I y = row + pad_y, x = column + pad_x, first_p, last_p, first_q, last_q;
+        windows_of(y, size_y, step_y, down, first_p, last_p);
+        windows_of(x, size_x, step_x, across, first_q, last_q);
+        for (I p = first_p; p <= last_p; p++)
+            for (I q = first_q; q <= last_q; q++) {
                 Pack a = load(g, ((n * down + p) * across + q) * channels + c);
                 #pragma unroll
                 for (int v = 0; v < VEC; v++) sum[v] += wide(a.v[v]) * part;

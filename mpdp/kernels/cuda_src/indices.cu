@@ -66,30 +66,44 @@ extern "C" __global__ void check_finish(const INDEX* index, i64 chunks, double* 
     FINISH(counted, first)
 }
 
-// For few short rows the check, the losses and their sum, in one block: W top and sum of exp(x - top) of each row of
-// x (n, width) for backward, and the sum of -log softmax(x)[index].
+// For few short rows the check, the losses and their sum, in one block of LANES threads a row: W top and sum of
+// exp(x - top) of each row of x (n, width) for backward, and the sum of -log softmax(x)[index].
+#ifdef LANES
+__device__ __forceinline__ void across_warp(i64& count, double& sum, i64& first) {
+    for (int offset = 16; offset; offset >>= 1) {
+        count += __shfl_xor_sync(0xffffffffu, count, offset);
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        i64 other = __shfl_xor_sync(0xffffffffu, first, offset);
+        first = other < first ? other : first;
+    }
+}
+
 extern "C" __global__ void check_and_loss(const INDEX* index, i64 n, i64 width, i64 ignore, double* count,
                                           Record* record, const T* x, W* tops, W* sums, O* total, WHERE) {
-    i64 first = NONE, counted = 0;
+    i64 first = NONE, counted = 0, at_once = blockDim.x / LANES;
+    int lane = threadIdx.x % LANES;
     double losses = 0;
-    for (i64 row = threadIdx.x / 32; row < n; row += blockDim.x / 32) {
+    for (i64 start = 0; start < n; start += at_once) {  // all threads of a warp take part in shuffles
+        i64 row = start + threadIdx.x / LANES;
+        bool here = row < n;
         const T* from = x + row * width;
+        i64 label = here && lane == 0 ? (i64)index[row] : ignore;
         W top = -infinity((W)0), sum = 0;
-        bool lost = false;  // a maximum does not keep NaN
-        for (i64 c = threadIdx.x % 32; c < width; c += 32) {
+        int lost = 0;  // a maximum does not keep NaN
+        if (here) for (i64 c = lane; c < width; c += LANES) {
             W value = wide(from[c]);
             lost |= value != value;
             top = value > top ? value : top;
         }
-        for (int offset = 16; offset; offset >>= 1) {
+        for (int offset = LANES / 2; offset; offset >>= 1) {
             W other = __shfl_xor_sync(0xffffffffu, top, offset);
+            lost |= __shfl_xor_sync(0xffffffffu, lost, offset);
             top = other > top ? other : top;
         }
-        if (__any_sync(0xffffffffu, lost)) top = not_a_number((W)0);
-        for (i64 c = threadIdx.x % 32; c < width; c += 32) sum += exp(wide(from[c]) - top);
-        sum = warp_sum(sum);
-        if (threadIdx.x % 32 != 0) continue;
-        i64 label = (i64)index[row];
+        if (lost) top = not_a_number((W)0);
+        if (here) for (i64 c = lane; c < width; c += LANES) sum += exp(wide(from[c]) - top);
+        for (int offset = LANES / 2; offset; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (!here || lane != 0) continue;
         bool bad = label < 0 || label >= width;
         tops[row] = top, sums[row] = sum;
         if (label == ignore) continue;
@@ -97,12 +111,23 @@ extern "C" __global__ void check_and_loss(const INDEX* index, i64 n, i64 width, 
         if (bad && row < first) first = row;
         losses += bad ? not_a_number(0.0) : (double)(log(sum) - (wide(from[label]) - top));
     }
-    counted = block_sum(counted);
-    losses = block_sum(losses);
-    block_minimum(first);
-    if (threadIdx.x == 0) *total = As<O>::of(losses);
+    // All three over warps, and then over the block: with one barrier.
+    __shared__ i64 counts[32], firsts[32];
+    __shared__ double sums_of[32];
+    int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    across_warp(counted, losses, first);
+    if (threadIdx.x % 32 == 0) counts[warp] = counted, sums_of[warp] = losses, firsts[warp] = first;
+    __syncthreads();
+    if (warp) return;
+    lane = threadIdx.x;
+    counted = lane < warps ? counts[lane] : 0;
+    losses = lane < warps ? sums_of[lane] : 0;
+    first = lane < warps ? firsts[lane] : NONE;
+    across_warp(counted, losses, first);
+    if (lane == 0) *total = As<O>::of(losses);
     FINISH(counted, first)
 }
+#endif
 
 // -- rows ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,15 @@ enum { APPLIED_IT, SKIPPED, NOTHING, LOSS_LOST, GRADIENT_LOST, BROKEN };
 __device__ __forceinline__ void copy_rows(char* to, const char* from, i64 bytes, i64 whole) {
     i64 start = 0;
     if ((((u64)to | (u64)from | (u64)bytes) & 15) == 0) {
-        for (i64 i = thread(); i < bytes / 16; i += threads()) ((Four<float>*)to)[i] = ((const Four<float>*)from)[i];
+        i64 i = thread(), step = threads(), all = bytes / 16;
+        for (; i + 3 * step < all; i += 4 * step) {  // four loads under way at a time
+            Four<float> some[4];
+            #pragma unroll
+            for (int k = 0; k < 4; k++) some[k] = ((const Four<float>*)from)[i + k * step];
+            #pragma unroll
+            for (int k = 0; k < 4; k++) ((Four<float>*)to)[i + k * step] = some[k];
+        }
+        for (; i < all; i += step) ((Four<float>*)to)[i] = ((const Four<float>*)from)[i];
         start = bytes;
     } else if ((((u64)to | (u64)from | (u64)bytes) & 3) == 0) {
         for (i64 i = thread(); i < bytes / 4; i += threads()) ((u32*)to)[i] = ((const u32*)from)[i];
@@ -42,18 +50,15 @@ extern "C" __global__ void fetch(const i64* board, i64 table, i64 first, i64 row
     if (bytes3) copy_rows(to3, (const char*)sources[3], bytes3 / made * there, bytes3);
 }
 
-__device__ __forceinline__ void take_loss(i64* board, const T* total, double factor, double here, bool first) {
+// Adds the loss sum and the count of one micro-batch to the record. One thread.
+extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBER(count), i64 first) {
+    double here = VALUE(count, 0);
     double* numbers = (double*)board;
     double loss = first ? 0 : numbers[MINE], counted = first ? 0 : numbers[COUNT];
     if (here != 0) loss += (double)wide(*total) * factor;  // a mean of nothing may be NaN
     numbers[LOSS] = numbers[MINE] = loss;
     numbers[COUNT] = counted + here;
     board[LAUNCH] += 1;
-}
-
-// Adds the loss sum and the count of one micro-batch to the record. One thread.
-extern "C" __global__ void take(i64* board, const T* total, double factor, NUMBER(count), i64 first) {
-    take_loss(board, total, factor, VALUE(count, 0), first);
 }
 
 // Tells the host, in pinned memory, that so many chunks of this launch are final. One thread.
@@ -69,6 +74,7 @@ __device__ __forceinline__ bool add_span(i64* board, const G* x, double* out, i6
     i64 first = blockIdx.x * span, last = !mine ? first : first + span < n ? first + span : n;
     double sum = 0;
     int bad = 0;
+    #pragma unroll 8
     for (i64 i = first + threadIdx.x; i < last; i += blockDim.x) {
         double value = wide(x[i]);
         bad |= !(fabs(value) < infinity(value));
@@ -125,12 +131,20 @@ extern "C" __global__ void look(i64* board, double* parts, i64 spans, const G* g
 }
 
 // Decides what becomes of the update, and reports it; takes the loss before where `total` is not null. A block a span,
-// of which the last one to be done decides; one block where ranks have added up what `look` has filled.
+// of which the last one to be done decides; one block where ranks have added up what `look` has filled. It reads all
+// that it needs at once: one after the other, each number would take as long. All words of the report make up its
+// number, so they may arrive in any order: waiting for the bus before the last would take longer than the rest.
 extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, const G* gradient, i64 size, i64 span,
                                   volatile i64* reports, i64 most, const volatile u32* broken, const T* total,
                                   double factor, NUMBER(count), i64 ranks) {
-    double* numbers = (double*)board;
+    __shared__ i64 words[NUMBERS];  // the board's, as they were
+    __shared__ double taken, here;
+    __shared__ u32 stopped;
     if (!ranks && !add_span(board, gradient, span_sums, size, span, true)) return;
+    if (threadIdx.x < NUMBERS) words[threadIdx.x] = board[threadIdx.x];
+    if (threadIdx.x == 32) taken = total ? (double)wide(*total) : 0;
+    if (threadIdx.x == 64) here = VALUE(count, 0);
+    if (threadIdx.x == 96) stopped = broken ? *broken : 0;
     const volatile double* sums = span_sums;
     double sum = 0;
     for (i64 i = threadIdx.x; i < spans; i += blockDim.x) sum += sums[i];
@@ -145,20 +159,23 @@ extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, cons
         bad = first_bad(sums, spans, gradient, size, span);
     }
     if (threadIdx.x) return;
-    board[TICKET] = 0;
-    if (total) take_loss(board, total, factor, VALUE(count, 0), true);
-    double loss = numbers[LOSS], counted = numbers[COUNT], norm = 0, scale = 0;
-    i64 status = APPLIED_IT;
-    if (board[HALTED]) {
-        status = board[HALTED];
-    } else if (broken && *broken) {
+    const double* numbers = (const double*)words;
+    double loss = numbers[LOSS], mine = numbers[MINE], counted = numbers[COUNT], norm = 0, scale = 0;
+    if (total) {
+        loss = mine = here != 0 ? 0 + taken * factor : 0;
+        counted = 0 + here;
+    }
+    i64 status = APPLIED_IT, halted = words[HALTED], when = words[HALTED_STEP];
+    if (halted) {
+        status = halted;
+    } else if (stopped) {
         status = BROKEN;
     } else if (!(fabs(loss) < infinity(loss))) {
         status = LOSS_LOST;
     } else if (!(counted > 0)) {
         status = NOTHING;
     } else if (bad >= 0) {
-        status = board[SKIPS] ? SKIPPED : GRADIENT_LOST;
+        status = words[SKIPS] ? SKIPPED : GRADIENT_LOST;
     } else {
         scale = numbers[POWER] / counted / numbers[LOSS_SCALE];
         norm = sqrt(sum) * scale;
@@ -168,18 +185,25 @@ extern "C" __global__ void decide(i64* board, double* span_sums, i64 spans, cons
             scale *= factor < 1 ? factor : 1;
         }
     }
-    if (!board[HALTED] && status >= LOSS_LOST) board[HALTED] = status, board[HALTED_STEP] = board[STEP];
+    if (!halted && status >= LOSS_LOST) halted = status, when = words[STEP];
+    double* written = (double*)board;
+    i64 update = words[UPDATE];
+    board[TICKET] = 0;
+    if (total) {
+        written[LOSS] = written[MINE] = loss, written[COUNT] = counted;
+        board[LAUNCH] = words[LAUNCH] + 1;
+    }
+    board[HALTED] = halted, board[HALTED_STEP] = when;
     board[APPLY] = status == APPLIED_IT;
-    board[APPLIED] += status == APPLIED_IT;
-    numbers[SCALE] = scale;
-    numbers[NORM] = norm;
-    i64 update = board[UPDATE];
+    board[APPLIED] = words[APPLIED] + (status == APPLIED_IT);
+    written[SCALE] = scale, written[NORM] = norm;
     board[UPDATE] = update + 1;
-    volatile i64* report = reports + update % most * REPORT;
-    volatile double* values = (volatile double*)report;
-    report[STATUS] = status;
-    values[TOTAL] = loss, values[COUNTED] = counted, values[OWN] = numbers[MINE], values[LENGTH] = norm;
-    report[FIRST] = bad, report[WHEN] = board[HALTED] ? board[HALTED_STEP] : board[STEP];
-    __threadfence_system();
+    i64 report[REPORT];
+    report[STATUS] = status, report[FIRST] = bad, report[WHEN] = halted ? when : words[STEP];
+    report[TOTAL] = __double_as_longlong(loss), report[COUNTED] = __double_as_longlong(counted);
+    report[OWN] = __double_as_longlong(mine), report[LENGTH] = __double_as_longlong(norm);
     report[FULL] = update + 1;
+    for (int i = 1; i < REPORT; i++) report[FULL] ^= report[i];
+    volatile i64* to = reports + update % most * REPORT;
+    for (int i = 0; i < REPORT; i++) to[i] = report[i];
 }

@@ -6,7 +6,7 @@ import numpy as np
 
 import mpdp
 from mpdp import data, nn, optim
-from mpdp.errors import DisagreementError
+from mpdp.errors import CommunicationError, DisagreementError
 
 kind = sys.argv[1]
 world = mpdp.init(timeout=20)
@@ -200,6 +200,45 @@ def rate_changed_in_training():
     t.fit(dataset, epochs=2, global_batch_size=4)  # ends before the check of update 10
 
 
+def schedule_of_a_clock_of_its_own():
+    t = trainer(schedule=lambda step: 0.5 if odd and step == 2 else 1.0)
+    for _ in range(4):
+        t.step((x, y))
+
+
+def another_collective():
+    if odd:
+        world.comm.broadcast(np.zeros(6))
+    else:
+        world.comm.all_reduce(np.zeros(4))
+
+
+def another_length():
+    world.comm.all_reduce(np.zeros(6 if odd else 4))
+
+
+def another_dtype():
+    world.comm.all_reduce(np.zeros(4, "float32" if odd else "float64"))
+
+
+def barrier_alone():
+    if odd:
+        world.comm.barrier(lane="bulk")
+    world.comm.all_reduce(np.zeros(4))
+
+
+def version_of_the_code():
+    from mpdp import launch
+    from mpdp.comm.agreement import compare
+
+    if odd:
+        mpdp.__version__ += ".other"
+    try:
+        compare(world.comm, "init", launch.code())
+    finally:
+        mpdp.__version__ = mpdp.__version__.removesuffix(".other")
+
+
 EXPECTED = {
     "width": "model: expected the same parameter wide.weight on all ranks, got float32[32, 4] on rank 0",
     "layer": "model: expected the same number of parameters on all ranks, got 8 on rank 0",
@@ -228,7 +267,13 @@ EXPECTED = {
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
     f"out.bias on rank {size - 1}",
-    "rate_changed_in_training": "expected equal bits on all ranks after step 6, got a different weight of",
+    "rate_changed_in_training": "learning rate: expected the same on all ranks at step 3, got 0.1 on rank 0",
+    "schedule_of_a_clock_of_its_own": "learning rate: expected the same on all ranks at step 2, got 0.1 on rank 0",
+    "another_collective": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) ",
+    "another_length": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "another_dtype": "all_reduce: expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4",
+    "barrier_alone": "expected the same call, dtype and length on all ranks, got all_reduce (sum) of 4 float64 on rank",
+    "version_of_the_code": "init: expected the same version of mpdp on all ranks, got ",
 }
 
 if kind == "list":
@@ -237,7 +282,7 @@ if kind == "list":
 for name in EXPECTED if kind == "all" else [kind]:
     try:
         globals()[name]()
-    except DisagreementError as error:
+    except (DisagreementError, CommunicationError) as error:
         assert EXPECTED[name] in str(error), f"{name}: {error}"
         assert error.agreed
     else:

@@ -115,9 +115,9 @@ def main():
         time.sleep(float(os.environ.get("FAULTY_DELAY", "0")))
     import_mpi = joining._import_mpi
 
-    def misbehave_first():
+    def misbehave_first(launcher):
         misbehave("inside")
-        return import_mpi()
+        return import_mpi(launcher)
 
     joining._import_mpi = misbehave_first
     world = WORLD = mpdp.init(timeout=TIMEOUT)

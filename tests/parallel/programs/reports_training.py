@@ -197,11 +197,11 @@ def empty_validation_data():
 
 
 class Root(nn.Module):
-    """A finite loss with an infinite gradient wherever the input is zero."""
+    """A finite loss with a gradient that is NaN wherever the input is zero."""
 
     def __init__(self):
         self.first = autodiff.Parameter(np.ones(4))
-        self.w = autodiff.Parameter(np.zeros(4))
+        self.w = autodiff.Parameter(np.ones(4))
 
     def forward(self, x):
         return (x * self.first).sum(axis=1) + (self.w * x).sum(axis=1).sqrt()
@@ -229,13 +229,18 @@ def numbers_that_are_not_finite_on_the_last_rank_alone():
         t_.check_replicas()
     t_ = trainer(Root(), lambda o, t: o.mean())
     before = t_.parallel.weights.copy()
+    bad = np.abs(x) + 0.1
+    bad[-1] = 0
     with np.errstate(divide="ignore", invalid="ignore"):
         raises(
-            lambda: t_.step((np.abs(x[share()]), x[share()])),
+            lambda: t_.step((bad[share()], bad[share()])),
             NonFiniteError,
             "gradient: expected finite values at step 0, got NaN or infinity first in w",
+            f"in w (from rank {size - 1}); nothing was updated" if size > 1 else "nothing was updated",
         )
     assert np.array_equal(t_.parallel.weights, before)
+    t_.step((np.abs(x[share()]) + 0.1, x[share()]))  # what was computed again has left nothing behind
+    t_.check_replicas()
 
 
 class Masks(nn.Module):

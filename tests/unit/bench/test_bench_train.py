@@ -51,7 +51,7 @@ def test_the_chargpt_is_the_one_of_the_comparisons():
 
 def test_gpt2_and_resnet50_are_those_of_the_comparisons(monkeypatch):
     for draw in ("normal", "uniform"):  # their values do not matter, and 124 million take long
-        monkeypatch.setattr(random, draw, lambda key, count: np.zeros(count))
+        monkeypatch.setattr(random, draw, lambda key, count, *form: np.zeros(count, *form[2:]))
     gpt2 = build("gpt2", 0, 2)
     assert gpt2.batch[0].shape == gpt2.batch[1].shape == (2, 1024) and gpt2.items == 2 * 1024
     assert sum(p.size for p in gpt2.model.parameters()) == 124_475_904

@@ -37,28 +37,36 @@ def crew():
         each.close()
 
 
-def measure(crew, launch, free):
-    """Run the verdict's arms with a mock, and decide."""
+def measure(crew, launch, free, tries=1):
+    """Run the verdict's arms with a mock, and decide; again where not even processes, which share nothing, scale.
+
+    Warm-ups under a lock make starts late; so rates are those from the common start, as on several GPUs.
+    """
     planned = [
         Arm(who, "c", launch, k, arms.own_name(launch)) for who in ("pthreads", "processes") for k in (1, 2)
     ]
-    said = []
-    run = rounds.Rounds(
-        crew(),
-        planned,
-        free,
-        [],
-        repetitions=WANTED,
-        seconds=0.0,
-        keep=said.append,
-        until=time.monotonic() + 60,
-    )
-    samples = run.run()
-    assert said == samples
     threads, processes = arms.verdict_rows(0, False, launch)
-    rows = figures.summary(samples)
+    made = crew()
+    for _ in range(tries):
+        said = []
+        run = rounds.Rounds(
+            made,
+            planned,
+            free,
+            [],
+            repetitions=WANTED,
+            seconds=0.0,
+            keep=said.append,
+            until=time.monotonic() + 60,
+        )
+        samples = run.run()
+        assert said == samples
+        rows = figures.summary(samples)
+        (of_processes,) = (row for row in rows if (row["row"], row["k"]) == (processes, 2))
+        if of_processes["accepted"] and 1.8 < of_processes["scaling"][0] < 2.2:
+            break
     return rows, rule.decide(
-        rows, threads=threads, processes=processes, wanted=WANTED, gpus=0, machine="a mock"
+        rows, threads=threads, processes=processes, wanted=WANTED, gpus=2, machine="a mock"
     )
 
 
@@ -68,7 +76,7 @@ def patient(monkeypatch):
 
 
 def test_a_known_lock_is_found(crew, patient):
-    rows, verdict = measure(crew, nap(locked=True), lambda k: 1.0)
+    rows, verdict = measure(crew, nap(locked=True), lambda k: 1.0, tries=4)
     assert verdict.word == "lock" and verdict.line.startswith(
         "the driver's lock is real here: 2 threads launch"
     )
@@ -76,9 +84,10 @@ def test_a_known_lock_is_found(crew, patient):
 
 
 def test_no_lock_is_no_contention(crew, patient):
-    _, verdict = measure(crew, nap(locked=False), lambda k: 1.0)
+    rows, verdict = measure(crew, nap(locked=False), lambda k: 1.0, tries=4)
     assert verdict.word == "no contention" and verdict.line.startswith("no contention here: 2 threads launch")
-    assert "the launches here are mocks" in verdict.open_questions[0]
+    told = rule.decide(rows, threads="", processes="", wanted=WANTED, gpus=0, machine="a mock")
+    assert "the launches here are mocks" in told.open_questions[0]
 
 
 def test_busy_cores_are_no_verdict(crew, patient):
@@ -93,6 +102,17 @@ def test_a_late_worker_refuses_the_repetition(crew, monkeypatch):
     assert verdict.line == "undecided (cores busy)"
 
 
+def test_threads_that_wait_for_the_gil_are_not_late(crew, monkeypatch):
+    monkeypatch.setattr(rounds, "LATE", -1.0)
+    planned = [Arm("threads", loop, nap(False, 50), 2, "a mock") for loop in ("held", "c")]
+    run = rounds.Rounds(
+        crew(), planned, lambda k: 1.0, [], repetitions=1, seconds=0.0, keep=lambda sample: None,
+        until=time.monotonic() + 60,
+    )  # fmt: skip
+    accepted = {sample["loop"]: sample["accepted"] for sample in run.run()}
+    assert accepted == {"held": True, "c": False}
+
+
 def test_the_control_sees_other_work():
     cpus = control.cores_in_order()
     free = control.Control(cpus)
@@ -105,6 +125,35 @@ def test_the_control_sees_other_work():
             burner.kill()
             burner.wait()
     assert min(shares) < control.LEAST
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_threads_without_cores_are_seen(monkeypatch, compiler):
+    if not compiler:
+        monkeypatch.setattr(control.c, "loops", lambda: "no C compiler")
+    cpus = control.cores_in_order()
+    free = control.Control(cpus)
+    assert (free._loops is not None) == compiler
+    assert 0 < free(8 * len(cpus)) < control.LEAST / 4 < max(free(1) for _ in range(5)) <= 1
+
+
+def test_a_look_is_repeated_until_the_cores_are_free():
+    looks = iter([0.5, 0.9, 0.95, 0.2])
+    assert control.until_free(lambda k: next(looks), 2) == 0.95
+    looks = iter([0.5] * control.TRIES)
+    assert control.until_free(lambda k: next(looks), 2) == 0.5 and list(looks) == []
+
+
+def test_neighbours_that_are_one_core_are_taken_apart():
+    def rate(cpus):
+        return 1.1 if {cpu // 2 for cpu in cpus} == {2} else 2.0
+
+    assert control.neighbours_apart(range(4, 10), rate) == [4, 6, 8, 5, 7, 9]
+    assert control.neighbours_apart(range(4, 10), lambda cpus: 2.0) == list(range(4, 10))
+    assert control.neighbours_apart([4, 5], rate) == [4, 5]
+    assert sorted(control.neighbours_apart(control.cores_in_order() * 2)) == sorted(
+        control.cores_in_order() * 2
+    )
 
 
 def test_cores_are_those_in_reach_once_each():
@@ -186,6 +235,8 @@ def test_no_compiler_is_said(monkeypatch):
     monkeypatch.setattr(loops.shutil, "which", lambda name: None)
     try:
         assert loops.loops() == "no C compiler (cc, gcc, clang)"
+        with pytest.raises(RuntimeError, match=r"no C compiler \(cc, gcc, clang\)"):
+            loops.library("locks")
     finally:
         loops.loops.cache_clear()
     planned = arms.plan("full", 1, (1, 2), True, False, True)
@@ -204,7 +255,7 @@ def row(name, k, scaling, accepted=9, p99=5.0, switches=0, enqueued=None):
         return None if k == 1 else (value, value - 0.1, value + 0.1)
 
     return {
-        "row": name, "k": k, "accepted": accepted, "scaling": told(scaling),
+        "row": name, "loop": "c", "k": k, "accepted": accepted, "scaling": told(scaling),
         "enqueued_scaling": told(scaling if enqueued is None else enqueued), "p99_us": p99,
         "voluntary_switches": switches,
     }  # fmt: skip
@@ -262,25 +313,12 @@ def test_fewer_workers_decide_where_more_have_no_cores():
 
 def test_the_locked_share_follows_from_the_scaling():
     rows = [row("t", 1, 1), row("t", 4, 4), row("m", 4, 1), row("b", 4, 2, accepted=0)]
+    rows.append({**row("g", 4, 2, enqueued=4), "loop": "held"})
     assert rule.readings(rows, 4) == [
         "t: 4 workers enqueue 4.00 times as fast as one, locked share 0.00",
         "m: 4 workers enqueue 1.00 times as fast as one, locked share 1.00",
+        "g: 4 workers complete 2.00 times as fast as one, locked share 0.33",
     ]
-
-
-@pytest.mark.parametrize(
-    ("steps", "gpus", "on_cpu", "line"),
-    [
-        ({"threads": [2.0] * 3, "processes": [1.0] * 3}, 2, False, "training: take processes"),
-        ({"threads": [1.0] * 3, "processes": [2.0] * 3}, 0, True, "training: take threads"),
-        ({"threads": [1.03] * 3, "processes": [1.0] * 3}, 2, False, "training: either will do"),
-        ({"threads": [1.0, 1.2, 1.1], "processes": [1.0] * 3}, 2, False, "training: either will do"),
-        ({"threads": [2.0], "processes": [1.0]}, 1, False, "training: a step of threads takes 2.00 times"),
-        ({"threads": [2.0]}, 2, False, "training: undecided"),
-    ],
-)  # fmt: skip
-def test_what_follows_for_training(steps, gpus, on_cpu, line):
-    assert rule.advise(steps, gpus, on_cpu).startswith(line)
 
 
 # -- figures
@@ -333,7 +371,7 @@ def test_a_plot_is_drawn_whatever_was_refused(crew, patient, tmp_path, busy):
 
     rows, verdict = measure(crew, nap(False, 50), lambda k: 0.0 if busy else 1.0)
     blocks = {"threads": [] if busy else [0.1, 0.2], "processes": [] if busy else [0.1, 0.1]}
-    made = {"kind": "launch-bound", "blocks": blocks}
+    made = {"kind": "launch-bound", "blocks": blocks, "costs": {}}
     plot_contention(
         {"rows": rows, "steps": [made], "processor": "a mock", "verdict": verdict.line},
         str(tmp_path / "c.png"),

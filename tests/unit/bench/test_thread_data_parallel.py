@@ -121,9 +121,14 @@ def test_a_small_device_is_warned_about():
         match=r"cuda:1: expected memory of at least 75% of the largest device's 100 bytes, got 74",
     ):
         check_balance([info(0, 100), info(1, 74)])
+    with pytest.warns(
+        UserWarning,
+        match=r"cuda:0: expected multiprocessors of at least 75% of the largest device's 132 in number, got 98",
+    ):
+        check_balance([info(0, 100), info(1, 100)], [98, 132])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_balance([info(0, 100), info(1, 75)])
+        check_balance([info(0, 100), info(1, 75)], [99, 132])
         check_balance([])
 
 

@@ -1,5 +1,6 @@
 """The ring, with ranks as objects of one process: abort and report are lists."""
 
+import re
 import threading
 import time
 
@@ -271,3 +272,45 @@ def test_what_a_device_has_found_is_reported(build, monkeypatch):
     ranks[1].activity.watched.append(Gpu(found="NCCL failed on lane bulk of rank 1: a cable"))
     until(lambda: ranks[1].aborted == [1] and ranks[0].ring.failure)
     assert reports(ranks) == [(1, "NCCL failed on lane bulk of rank 1: a cable")]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_who_reports_knows_where_the_others_were(build, size):
+    ranks = build(size)
+    ranks[0].activity.enter("all_reduce")
+    for rank in ranks[2:]:
+        rank.activity.step = 4
+    ranks[1].ring.fail("ValueError: a bad sample", after=0.3)
+    until(lambda: ranks[1].aborted == [1])
+    rest = {2: "", 3: "; rank 2 in step 4", 4: "; ranks 2, 3 in step 4"}[size]
+    assert re.fullmatch(rf"rank 0 in step 3 \(all_reduce\) for \d\.\d s{rest}", ranks[1].ring.others())
+    assert not any(rank.ring.others() for rank in ranks if rank.ring.rank != 1)
+
+
+def test_who_says_nothing_is_named(build):
+    ranks = build(4, timeout=0.5)
+    ranks[2].ring._handle = lambda link, message: None  # it is stuck
+    for rank in ranks[:2] + ranks[3:]:
+        rank.activity.enter("all_reduce")
+    until(lambda: all(rank.aborted for rank in ranks[:2] + ranks[3:]))
+    assert ranks[0].ring.others().endswith("no word of rank 2"), ranks[0].ring.others()
+    # Of those that stalled at the same moment, all that were heard have answered the lowest.
+    assert "rank 1 in step 3 (all_reduce)" in ranks[0].ring.others() or "ranks 1" in ranks[0].ring.others()
+
+
+def test_a_rank_that_keeps_the_others_waiting_shows_the_stacks_of_its_threads(build):
+    ranks = build(2, timeout=0.5)
+    gate = threading.Event()
+
+    def read_from_a_disk_that_is_gone():
+        gate.wait(20)
+
+    thread = threading.Thread(target=read_from_a_disk_that_is_gone, name="my-loader")
+    thread.start()
+    ranks[0].activity.enter("all_reduce")
+    until(lambda: ranks[1].reports and ranks[0].reports)
+    gate.set()
+    thread.join()
+    assert "thread 'my-loader':" in ranks[1].reports[0][1]
+    assert "read_from_a_disk_that_is_gone" in ranks[1].reports[0][1]
+    assert "my-loader" not in ranks[0].reports[0][1]

@@ -27,9 +27,14 @@ class OnNumPy(CudaColours):
         return out
 
     def _images(
-        self, name, dtype, vector, work, x, out, n, channels, height, width, rows, columns, top, left
+        self, name, dtype, vector, work, x, out, n, channels, height, width, rows, columns, top, left, *, wide
     ):
-        assert name == "folded" and work == n * rows * columns and out.shape == (n, rows, columns, 2 * vector)
+        assert (
+            name == "folded"
+            and not wide
+            and work == n * rows * columns
+            and out.shape == (n, rows, columns, 2 * vector)
+        )
         out[...] = 0
         for u, v, pixel in np.ndindex(rows, columns, 4):
             y, z = 2 * u - top + pixel // 2, 2 * v - left + pixel % 2

@@ -18,6 +18,7 @@ def test_kernels_of_the_cpu():
 
 def test_every_method_of_the_interface_is_implemented():
     defaults = {"device", "is_current", "active", "begin_step", "pending_error"}
+    defaults |= {"linear_backward"}  # made of others
     names = [name for name in vars(Kernels) if not name.startswith("_") and name not in defaults]
     assert len(names) > 25
     assert [name for name in names if getattr(type(k), name) is getattr(Kernels, name)] == []

@@ -71,6 +71,60 @@ def test_linear_and_its_gradients(shape, dtype, activation):
 
 
 @on_both
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), np.dtype("float64"), BF16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 96, 10), (7, 200, 512), (256, 512, 36), (33, 784, 70)])
+def test_the_whole_backward_of_a_layer(shape, dtype, activation):
+    """On a GPU one kernel does all of it where the layer is small and float32."""
+    n, i, o = shape
+    k = here.kernels
+    x, w, g = put(draw((n, i), dtype)), put(draw((o, i), dtype) / 4).astype(dtype), put(draw((n, o), dtype))
+    _, saved = k.linear(x, w, None, activation)
+    _, slope = activate(host(x).astype("f8") @ host(w).astype("f8").T, activation)
+    if activation == "relu":  # of what was rounded
+        slope = (host(saved).astype("f8") > 0).astype(float)
+    dz = host(g).astype("f8") * slope
+    exact = dz @ host(w).astype("f8"), dz.T @ host(x).astype("f8"), dz.sum(0)
+    for kinds in itertools.product(("new", "over", "onto", "unwanted"), repeat=3):
+        if activation == "gelu" and kinds != ("new", "onto", "over"):
+            continue  # what was saved is written over
+        before = [put(draw(e.shape, dtype)) for e in exact]
+        into = tuple(
+            {"new": (None, 0.0), "over": (out.copy(), 0.0), "onto": (out.copy(), 1.0), "unwanted": None}[kind]
+            for kind, out in zip(kinds, before)
+        )
+        found = k.linear_backward(g, saved, activation, x, w, into)
+        for kind, pair, array, value, old in zip(kinds, into, found, exact, before):
+            if kind == "unwanted":
+                assert array is None
+                continue
+            assert kind == "new" or array is pair[0]
+            # Sums are taken of the gradient as it was rounded.
+            close(
+                array,
+                value + (host(old).astype("f8") if kind == "onto" else 0),
+                dtype,
+                40 if dtype == BF16 else 8,
+            )
+
+
+@on_both
+def test_the_backward_of_a_layer_repeats_its_bits_and_keeps_nan():
+    k = here.kernels
+    x, w, g = (put(draw(s, "float32")) for s in ((128, 512), (512, 512), (128, 512)))
+    kept = put(np.maximum(draw((128, 512), "float32"), 0))
+    wanted = ((None, 0.0),) * 3
+    first, again = (
+        [host(a).tobytes() for a in k.linear_backward(g, kept, "relu", x, w, wanted)] for _ in range(2)
+    )
+    assert first == again
+    g[5, 7] = np.nan
+    of_x, of_weight, of_bias = (host(a) for a in k.linear_backward(g, kept, "relu", x, w, wanted))
+    assert np.isnan(of_x[5]).all() and np.isnan(of_weight[7]).all() and np.isnan(of_bias[7])
+    assert np.isnan(of_x).sum() == 512 and np.isnan(of_weight).sum() == 512 and np.isnan(of_bias).sum() == 1
+
+
+@on_both
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("dtype", "written"),
@@ -120,16 +174,6 @@ def test_unaligned_views(dtype, start):
     into = xp.zeros(2000, np.float32)[start : start + 24 * 24].reshape(24, 24)
     here.kernels.gemm(x, x.T, into, 1.0)
     close(into, host(x).astype("f8") @ host(x).astype("f8").T, np.dtype("float32"), 4)
-
-
-@on_both
-def test_multiprocessors_are_spared_and_taken_back():
-    x = draw((256, 64), "float32")
-    here.kernels.spare_multiprocessors(16)
-    try:
-        close(here.kernels.gemm(put(x), put(x.T)), x.astype("f8") @ x.astype("f8").T, np.dtype("float32"), 4)
-    finally:
-        here.kernels.spare_multiprocessors(0)
 
 
 @on_both
@@ -272,11 +316,13 @@ MORE = [
 def test_small_products_are_cut_in_slices_that_cover_the_inner_length(sizes, multiprocessors):
     problem = Problem("float32", "float32", False, *sizes, 0, sizes[2], 0, 0, sizes[1], 0)
     assert is_small(problem) == (sizes != (512, 784, 128)) and not is_small(problem._replace(tf32=True))
-    (down, across, tm, tn), split, part = shape(problem, multiprocessors)
+    (down, across, groups), split, part = shape(*sizes, multiprocessors)
     assert part % 4 == 0 and part * split >= sizes[2] > part * (split - 1)
-    threads = (down // tm) * (across // tn)
-    assert threads % 32 == 0 and (across // tn) % 8 == 0 and (down // tm) % 4 == 0
-    assert (down * 8) % threads == (across * 8) % threads == 0  # packs of four that a thread carries
+    assert down % 16 == across % 8 == 0 and 64 // groups % 8 == 0  # what a tensor core takes
+    assert (
+        4 * max(groups * down * (across + 8), 64 * (down + across + 16)) <= 48 << 10
+    )  # bytes of shared memory
+    assert down * across % split == 0
 
 
 @on_both

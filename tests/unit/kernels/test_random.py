@@ -85,3 +85,20 @@ def test_uniform_and_normal_have_the_moments_they_should():
 def test_keys_tell_types_of_words_apart():
     assert random.derive_key(0, 1) != random.derive_key(0, "1")
     assert random.derive_key(0, "a", "b") != random.derive_key(0, "a\x1fb")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64, 65, 1001])
+def test_numbers_do_not_depend_on_parts_and_threads(count, threads, monkeypatch):
+    pairs = -(-count // 2)
+    words = random.bits((8, 9), 0, 0, 1, 4 * pairs).reshape(-1, 2).astype(np.float64)
+    expected = (words[:, 0] // 32 * 2.0**26 + words[:, 1] // 64) / 2.0**53
+    radius, angle = np.sqrt(-2.0 * np.log1p(-expected[:pairs])), 2.0 * np.pi * expected[pairs:]
+    waves = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    monkeypatch.setattr(random, "_cores", lambda: threads)
+    for part in (1 << 15, 7, 2):
+        monkeypatch.setattr(random, "_PART", part)
+        assert random.uniform((8, 9), count).tobytes() == expected[:count].tobytes()
+        assert random.normal((8, 9), count).tobytes() == waves.tobytes()
+        rounded = (0.5 + 0.02 * waves).astype(np.float32)
+        assert random.normal((8, 9), count, 0.5, 0.02, np.float32).tobytes() == rounded.tobytes()

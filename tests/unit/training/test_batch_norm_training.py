@@ -64,3 +64,26 @@ def test_one_rank_has_no_peers():
     assert not trainer.parallel.communicates and trainer.model[1].peers is None
     loss = trainer.step((X[:0], Y[:0]))
     assert loss == 0.0 and host(trainer.model[1].running_mean).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+def test_statistics_are_not_kept_in_16_bits(precision):
+    """Of samples far from zero: their squares would not fit float16, nor their variance survive one pass (F4)."""
+    x = np.random.default_rng(0).normal(300, 1, (64, 3)).astype("float32")
+    norm = nn.BatchNorm1d(3)
+    trainer = mpdp.Trainer(
+        norm,
+        lambda o, t: o.astype("float32").mean(),
+        optim.SGD(lr=0.0),
+        world=world(),
+        precision=precision,
+        graph=False,
+    )
+    seen = []
+    forward = norm.forward
+    norm.forward = lambda value: seen.append(host(value)) or forward(value)
+    trainer.step((x, np.zeros(64)))
+    given = seen[0].astype("float64")  # what the precision leaves of the samples
+    assert norm.running_mean.dtype == norm.running_var.dtype == np.float32
+    np.testing.assert_allclose(host(norm.running_mean.data), 0.1 * given.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(host(norm.running_var.data), 0.9 + 0.1 * given.var(0, ddof=1), rtol=1e-4)
