@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,24 @@ def _signals_of_the_tests() -> Iterator[None]:
     yield
     guard.current.notice._listeners.clear()
     guard.current.notice.sync()
+
+
+@pytest.fixture(autouse=True)
+def _updates_of_the_tests() -> Iterator[None]:
+    """Forget the failed updates of trainers that are gone: at the end of a program they are its error."""
+    yield
+    _forget_updates()
+
+
+def pytest_sessionfinish() -> None:
+    gc.collect()
+    _forget_updates()
+
+
+def _forget_updates() -> None:
+    updates = sys.modules.get("mpdp.training.updates")
+    if updates is not None:
+        updates._unread.clear()
 
 
 @pytest.fixture

@@ -84,5 +84,6 @@ def test_a_plot(tmp_path):
 
 
 def test_an_error_that_comes_only_after_minutes_comes_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SystemExit) as caught:
         bench.main(["all-reduce", "--json", str(tmp_path / "missing" / "result.json")])
+    assert caught.value.code == 2

@@ -39,7 +39,7 @@ def test_resnet50_is_the_one_of_4089184256_multiplications():
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_products_are_those_of_the_models_weights(name, monkeypatch):
     for draw in ("normal", "uniform"):  # their values do not matter, and 124 million take long
-        monkeypatch.setattr(random, draw, lambda key, count: np.zeros(count))
+        monkeypatch.setattr(random, draw, lambda key, count, *form: np.zeros(count, *form[2:]))
     weights = [p.shape for _, p in build(name, 0, 1).model.named_parameters() if len(p.shape) > 1]
     if name in ("chargpt", "gpt2"):
         weights = [shape for i, shape in enumerate(weights) if i != 1]  # positions are added, not multiplied

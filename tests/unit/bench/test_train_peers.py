@@ -118,7 +118,7 @@ def test_weights_of_another_model_are_an_error():
 
 
 def test_names_of_the_peers_gpt_are_all_of_ours(monkeypatch):
-    monkeypatch.setattr(random, "normal", lambda key, count: np.zeros(count))
+    monkeypatch.setattr(random, "normal", lambda key, count, *form: np.zeros(count, *form[2:]))
     theirs = ["tok.weight", "pos.weight", "norm.weight", "norm.bias"]
     for i in range(6):
         for layer in ("norm1", "qkv", "proj", "norm2", "up", "down"):
