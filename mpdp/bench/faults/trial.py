@@ -28,7 +28,7 @@ PAUSE = 0.02  # seconds of an update, at the least
 TIMEOUT, PATIENT = 5.0, 60.0  # of mpdp.init, where a stall is to be seen and elsewhere
 WITHIN = 10.0  # seconds from a fault to the end of its job, beside the timeout of a stall
 LIMIT = 90.0  # seconds for a job, after which it hangs
-STARTING = 1.5  # seconds in which a rank comes to its first update, about
+STARTING = 0.7  # seconds in which a rank comes to its first update, about
 REPORT = re.compile(r"^\[\d+/\d+\] error ", re.MULTILINE)
 
 
@@ -206,6 +206,9 @@ def judge(trial: Trial, ended: Ended, begin: float) -> Outcome:
     outcome.output = ended.output
     wrong = outcome.wrong
     outcome.hung, outcome.orphans = ended.late, ended.orphans
+    if moment is None and ended.status == 0:  # nothing can be said of it
+        wrong.append("the fault never came")
+        return outcome
     if moment is None:
         wrong.append("the fault never came")
     if ended.late:

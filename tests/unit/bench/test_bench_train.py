@@ -111,7 +111,9 @@ def test_usage_errors_exit_with_2(arguments, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace"])
-def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_path, monkeypatch, capsys, flag):
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys, flag
+):
     monkeypatch.setattr("mpdp.bench.train.measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(SystemExit) as caught:
         bench.main(["train", "mlp", flag, str(tmp_path / "nowhere" / "x.json")])

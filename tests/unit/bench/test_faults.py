@@ -68,6 +68,7 @@ def test_an_end_as_promised_is_not_wrong(judged):
         (RAISED, {"orphans": 2}, "2 processes outlived the job", "orphans"),
         (RAISED, {"ended": 1011.0}, "took 11.0 s, more than 10 s", None),
         (RAISED, {"came": False}, "the fault never came", None),
+        ("", {"came": False, "status": 0}, "the fault never came", None),
         (RAISED + RAISED, {}, "2 reports", None),
         ("Killed\n", {}, r"no report like ", None),
         (RAISED.replace("[1/2]", "[0/2]"), {}, r"no report like ", None),
