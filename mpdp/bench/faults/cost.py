@@ -22,8 +22,8 @@ from ...world import init
 from ..sides import OwnSide, largest, setting
 from ..turns import alternate, ratio, steps_of
 
-BLOCKS, QUICK_BLOCKS = 21, 3
-BLOCK_SECONDS, QUICK_SECONDS = 1.0, 0.1
+BLOCKS, QUICK_BLOCKS = 81, 3
+BLOCK_SECONDS, QUICK_SECONDS = 0.25, 0.1
 
 
 class _Trusting:
