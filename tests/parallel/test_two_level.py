@@ -88,11 +88,11 @@ def test_a_node_that_cannot_map_a_buffer_says_so_and_copies_it(job):
     ]
 
 
-def test_ranks_of_a_node_in_different_calls_are_named_as_ranks_of_the_world(job):
-    result = job(PROGRAM, "mismatch", n=4, environ={"MPDP_NODES": "2"})
-    one_error(
-        result, r"got all_reduce \(sum\) of 10 float64 on rank 2; all_reduce \(sum\) of 11 .* on rank 3"
-    )
+@pytest.mark.parametrize(("where", "ranks"), [("inside", "2"), ("compared", "0, 1, 2")])
+def test_ranks_in_different_calls_are_named_as_ranks_of_the_world(job, where, ranks):
+    result = job(PROGRAM, "mismatch", where, n=4, environ={"MPDP_NODES": "2"})
+    found = rf"got all_reduce \(sum\) of 10 float64 on rank {ranks}; all_reduce \(sum\) of 11 .* on rank 3"
+    one_error(result, found)
 
 
 @pytest.mark.parametrize("transport", ["mpi", "shared_memory", "two_level"])

@@ -29,9 +29,10 @@ def different():
 
 
 def mismatch():
-    """Two ranks of the last node bring different lengths."""
-    world = mpdp.init(transport=TRANSPORT)
-    world.comm.all_reduce(np.zeros(10 + (world.rank == world.size - 1)))
+    """Two ranks of the last node bring different lengths: to the inside of a step, and to a call that is compared."""
+    world = mpdp.init()
+    comm = world.axis("data") if sys.argv[2] == "inside" else world.comm
+    comm.all_reduce(np.zeros(10 + (world.rank == world.size - 1)))
 
 
 def private():
