@@ -108,6 +108,7 @@ class Group:
         self.size = size
         self.error: BaseException | None = None
         self.failed_rank: int | None = None
+        self._in_order: SystemExit | None = None
         self._devices = devices
         self._meeting = Meeting(size)
         self._activities = [Activity() for _ in range(size)]
@@ -147,6 +148,8 @@ class Group:
             if self.failed_rank is not None:
                 self.error.add_note(f"on rank {self.failed_rank} of {self.size} threads")
             raise self.error
+        if self._in_order is not None:
+            raise self._in_order
         return self._results
 
     def fail(self, rank: int | None, error: BaseException) -> None:
@@ -179,7 +182,11 @@ class Group:
             worlds.joins_by(lambda *arguments: self._join(rank, *arguments))
             self._results[rank] = function(rank)
         except SystemExit as error:
-            if error.code not in (None, 0):
+            if getattr(error, "agreed", False):
+                self._in_order = (
+                    error  # the others come to the same end, and may be behind: in the save, in the log
+                )
+            elif error.code not in (None, 0):
                 self.fail(rank, error)
         except BaseException as error:
             self.fail(rank, error)

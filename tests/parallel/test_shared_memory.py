@@ -37,7 +37,9 @@ def test_a_rank_killed_inside_a_collective_ends_the_job_and_leaves_no_memory(job
     result = job(PROGRAM, *words, n=3, form=form)
     assert result.rc != 0 and result.seconds < WITHIN and not result.orphans, result
     if form == "mpdp run":
-        assert re.search(r"rank 1 died: .* while rank \d is in step 3 \(all_reduce\)", result.output), result
+        # The launcher may see it first, and end the survivors before they have their say.
+        told = r"rank 1 (died: .* while rank \d is in step 3 \(all_reduce\)|was the first to end)"
+        assert re.search(told, result.output), result
     assert len(result.output.split("] error ")) <= 2, result
     inodes = {inode for maps in result.results for inode in maps}
     assert len(inodes) >= 9

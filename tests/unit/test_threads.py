@@ -8,7 +8,7 @@ import pytest
 
 import mpdp
 from mpdp import data, nn, optim, threads
-from mpdp.errors import CommunicationError, LaunchError, RankFailedError, StallError
+from mpdp.errors import CommunicationError, LaunchError, Preempted, RankFailedError, StallError
 
 SIZES = [1, 2, 3, 4]
 
@@ -265,6 +265,25 @@ def test_an_exit_with_a_status_is_an_end_of_all():
     with pytest.raises(SystemExit) as raised:
         threads.run(rank, 2)
     assert raised.value.code == 3
+
+
+def test_an_end_in_order_lets_every_rank_finish():
+    """The first rank to have ended leaves the others time for their files and their log, messages too."""
+    received = np.zeros(1)
+
+    def rank():
+        world = join()
+        if world.rank:
+            time.sleep(0.2)
+        if world.rank == 1:
+            world.comm.send(np.full(1, 7.0), to=2)
+        elif world.rank == 2:
+            world.comm.recv(received, source=1)
+        raise Preempted("SIGTERM on 1 of 3 ranks")
+
+    with pytest.raises(Preempted, match="SIGTERM on 1 of 3"):
+        threads.run(rank, 3)
+    assert received == 7
 
 
 @pytest.mark.parametrize("size", SIZES)

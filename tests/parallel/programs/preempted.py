@@ -58,7 +58,7 @@ class Slow(mpdp.Callback):
             time.sleep(0.03)
 
     def on_checkpoint(self, trainer, path):
-        record(trainer.step_count)
+        record(trainer.step_count, world.rank)  # threads are ranks of one process
 
 
 def fail(step):
@@ -117,4 +117,4 @@ else:
     trainer.fit(dataset, updates=60, global_batch_size=12, validation=validation)
 if world.rank == 0:
     np.save(FOLDER / "weights.npy", np.concatenate([p.data.ravel() for p in model.parameters()]))
-record([trainer.step_count, world.size, int(os.environ.get("MPDP_RESTART", "-1"))])
+record([trainer.step_count, world.size, int(os.environ.get("MPDP_RESTART", "-1"))], world.rank)
