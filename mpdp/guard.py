@@ -41,6 +41,7 @@ RANK_PROCESS = "MPDP_RANK_PROCESS"  # the process id of the rank, for the proces
 RESTART = "MPDP_RESTART"  # how often `mpdp run --max-restarts` has started the job again
 DEADLINE = 2.0  # seconds from a reported failure to the end of the job, whatever the program does meanwhile
 SPREAD = 0.15  # seconds for a failure to get round the ring before its rank ends
+READING = 0.05  # seconds that the launcher gets to read a rank's last line: MPICH's drops the rest when a rank aborts
 TURN = 0.05  # seconds that a rank gives each lower one to report what all may have met
 INTERRUPTED = 130
 
@@ -66,6 +67,7 @@ class Guard:
         self.error: BaseException | None = None  # the error that fail() has reported
         self._pid = 0
         self._reported = False
+        self._written = 0.0  # when this rank has last written a line, by time.monotonic()
         self._asks = True  # where the others were says something of this failure
         self._ending = False
         self._finalizes_mpi = False
@@ -221,6 +223,7 @@ class Guard:
             time.sleep(60)
         with contextlib.suppress(Exception):
             self.say_others()
+        time.sleep(max(0.0, self._written + READING - time.monotonic()))
         # A C thread that needs no GIL, in case that what follows blocks with it held.
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback_later(DEADLINE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
@@ -405,6 +408,7 @@ class Guard:
         with contextlib.suppress(OSError):
             while data:
                 data = data[os.write(2, data) :]
+        self._written = time.monotonic()
 
     def mark(self, kind: str, text: str, rank: int) -> None:
         """Leave a mark of a rank for ``mpdp run``, where that has started this process. **Local.**"""

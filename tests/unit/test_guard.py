@@ -355,3 +355,23 @@ def test_an_error_of_all_ranks_says_nothing_of_the_others(make, capfd):
         guard._on_error(RuntimeError, raised(on_all_ranks(RuntimeError("layouts differ"))), None)
     guard.say_others()
     assert "the other ranks" not in capfd.readouterr().err
+
+
+def test_the_launcher_gets_time_to_read_the_last_line(make, monkeypatch, capfd):
+    """MPICH's drops what it has not read when a rank aborts."""
+    slept = []
+
+    def ended(pid, number):
+        raise Ended(pid)
+
+    monkeypatch.setattr(module.faulthandler, "dump_traceback_later", lambda *arguments, **options: None)
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(os, "kill", ended)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    guard = make()
+    guard.report("ValueError: a bad sample")
+    slept.clear()
+    with pytest.raises(Ended):
+        Guard.end(guard)
+    assert len(slept) == 1 and 0.5 * module.READING < slept[0] <= module.READING, slept
+    assert capfd.readouterr().err.endswith("info the other ranks were then: rank 0 in step 3 (all_reduce)\n")
