@@ -196,7 +196,7 @@ def run(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_no_core,
+                preexec_fn=_as_from_a_terminal,
             )
             process.mark = mark  # type: ignore[attr-defined]
             timed_out = False
@@ -238,7 +238,9 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def _no_core() -> None:
+def _as_from_a_terminal() -> None:
+    """Let Ctrl-C end the job, which a shell's background jobs ignore; leave no core file."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
