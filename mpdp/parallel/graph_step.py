@@ -183,6 +183,7 @@ class GraphStep:
             parallel.step_count,
             sums=(ready, self._broken is not None, missing),
             layout=parallel.layout.digest,
+            rate=parallel.next_rate,
             stop=stop,
             changed=parallel._replica.binding.dirty,
         )

@@ -212,6 +212,34 @@ def not_finite_on_one_rank():
 
 
 @case
+def a_learning_rate_that_differs():
+    """An error on all ranks before the launch; the run goes on once it is mended."""
+    trainer = trainer_of(mlp, sgd)
+    batches = [share(batch) for batch in class_batches(4 * size)]
+    for batch in batches[:6]:
+        trainer.step(batch)
+    if size == 1:
+        return
+    rate = trainer.optimizer.lr
+    before = state_of(trainer)
+    trainer.optimizer.lr = 2 * rate if rank == size - 1 else rate
+    try:
+        trainer.step(batches[6])
+    except DisagreementError as error:
+        assert f"learning rate: expected the same on all ranks at step 6, got {rate} on" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    for a, b in zip(before, state_of(trainer), strict=True):
+        assert equal_bits(a, b)
+    trainer.optimizer.lr = rate
+    captures = trainer.updates.graphs.captures
+    for batch in batches[6:]:
+        trainer.step(batch)
+    trainer.check_replicas()
+    assert trainer.updates.graphs.captures == captures
+
+
+@case
 def one_rank_that_saves():
     """Last: what comes after it finds ranks in different calls."""
     trainer = trainer_of(mlp, sgd)
