@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import launching
 import on_device
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import mpdp
 from mpdp import guard
@@ -22,6 +22,11 @@ from mpdp.device import Device
 
 # `pytest --hypothesis-profile=long` tries two hundred times as many examples where a test does not say how many.
 settings.register_profile("long", max_examples=20_000, deadline=None)
+# Else the same examples each time, however slow the machine is: no test fails by chance.
+settings.register_profile(
+    "short", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("short")
 
 
 @pytest.fixture(scope="session", autouse=True)

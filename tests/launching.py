@@ -97,6 +97,14 @@ def fault() -> None:
             file.write(str(time.time()))
 
 
+def wait_for_fault(process: Any, seconds: float = 60.0) -> None:
+    """In ``after``: come back when a rank has announced a fault, or when the job has ended without one."""
+    deadline = time.monotonic() + seconds
+    while not Path(process.results, FAULT).exists() and process.poll() is None:
+        assert time.monotonic() < deadline, "no rank has come to its fault"
+        time.sleep(0.01)
+
+
 @functools.cache
 def mpi() -> tuple[str, str] | None:
     """Return the family of the MPI that mpi4py loads here and its launcher, or None where there is none."""
@@ -133,7 +141,7 @@ def launch(
     *arguments: str | os.PathLike[str],
     n: int = 2,
     form: str = "mpirun",
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     environ: dict[str, str] | None = None,
     flags: tuple[str, ...] = (),
     after: Any = None,
@@ -147,7 +155,8 @@ def launch(
         timeout: seconds until each rank's stack is printed and the job is ended.
         environ: variables to set on top; None as a value removes one.
         flags: more flags for the launcher.
-        after: called with the command's process when it has started; its ``mark`` is for :func:`marked`.
+        after: called with the command's process when it has started; its ``mark`` is for :func:`marked`, and it is
+            for :func:`wait_for_fault`.
     """
     words = [os.fspath(argument) for argument in arguments]
     settings: dict[str, str] = {}
@@ -165,7 +174,7 @@ def launch(
 def run(
     line: list[str],
     *,
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     environ: dict[str, str] | None = None,
     after: Any = None,
 ) -> Result:
@@ -198,7 +207,7 @@ def run(
                 start_new_session=True,
                 preexec_fn=_as_from_a_terminal,
             )
-            process.mark = mark  # type: ignore[attr-defined]
+            process.mark, process.results = mark, results  # type: ignore[attr-defined]
             timed_out = False
             try:
                 if after is not None:

@@ -134,10 +134,13 @@ class Flags:
 
     def _wait_long(self, row: memoryview, word: int, value: int) -> None:
         offer = self._yield
-        for _ in range(_YIELDS):
+        for i in range(_YIELDS):
             offer()
             if row[word] >= value:
                 return
+            # Where others want the core, each yield takes as long as they may keep it: milliseconds.
+            if i % 32 == 31 and self._activity.failure is not None:
+                break
         address, marks, mark = self._addresses[id(row)] + 8 * word, self._marks[id(row)], self._mark
         seconds = _FIRST_SLEEP
         marks[mark] = 1

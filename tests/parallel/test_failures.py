@@ -112,7 +112,7 @@ def judge(result, fault, when, n, form, family):
 
 def run(job, fault, when, n, form, transport="auto", nodes=None):
     environ = {"FAULTY_TIMEOUT": timeout_of(fault), "MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
-    return job(FAULTY, fault, when, n=n, form=form, timeout=20, environ=environ)
+    return job(FAULTY, fault, when, n=n, form=form, environ=environ)
 
 
 def timeout_of(fault):
@@ -250,17 +250,17 @@ def test_the_end_of_a_rank_is_seen_while_another_is_not_yet_in_init(job):
 )
 def test_a_signal_to_mpdp_run_ends_all(job, number, code):
     def send(process):
-        time.sleep(1.5)
+        launching.wait_for_fault(process)
         process.send_signal(number)
 
     result = job(FAULTY, "stall", "middle", n=2, form="mpdp run", after=send, environ={"FAULTY_RANK": "all"})
-    assert result.rc != 0 and result.seconds < 1.5 + WITHIN and not result.orphans, result
+    assert result.rc != 0 and result.seconds < WITHIN and not result.orphans, result
     assert code is None or result.rc == code, result
 
 
 def test_the_death_of_the_launcher_ends_the_ranks(job):
     def kill(process):
-        time.sleep(1.5)
+        launching.wait_for_fault(process)
         process.kill()
         deadline = time.monotonic() + WITHIN
         while len(launching.marked(process.mark)) > 1 and time.monotonic() < deadline:

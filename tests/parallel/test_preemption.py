@@ -17,7 +17,7 @@ PROGRAM = PROGRAMS / "preempted.py"
 
 def pids(folder, n):
     """Return the processes of the ranks once signals may come."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while time.monotonic() < deadline:
         found = [folder / "pids" / str(rank) for rank in range(n)]
         if all(path.exists() for path in found):

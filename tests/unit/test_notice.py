@@ -81,10 +81,12 @@ def test_a_handler_of_the_program_stays():
 def test_a_forked_child_dies_of_it():
     text = """
     n = Notice(); n.listen(60)
+    there, child_is_there = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(child_is_there, b"!")
         time.sleep(30)
-    time.sleep(0.1)
+    os.read(there, 1)
     os.kill(child, signal.SIGTERM)
     print(os.WTERMSIG(os.waitpid(child, 0)[1]), n.asked)
     """

@@ -102,7 +102,8 @@ def test_a_process_may_end_with_its_parent(tmp_path, released):
         "import os, time; from mpdp import processes; "
         "processes.end_with(processes.look(os.getppid())); "
         f"{'processes.end_with(None); ' if released else ''}"
-        f"open({str(tmp_path / 'ready')!r}, 'w').write(str(os.getpid())); time.sleep(20)"
+        f"open({str(tmp_path / 'part')!r}, 'w').write(str(os.getpid())); "
+        f"os.rename({str(tmp_path / 'part')!r}, {str(tmp_path / 'ready')!r}); time.sleep(20)"
     )
     middle = (
         "import subprocess, sys, time, pathlib; "
@@ -111,10 +112,13 @@ def test_a_process_may_end_with_its_parent(tmp_path, released):
     )
     environ = {**os.environ, "PYTHONPATH": str(launching.ROOT)}
     subprocess.run([sys.executable, "-c", middle], env=environ, check=True)
-    time.sleep(0.2)
     pid = int((tmp_path / "ready").read_text())
-    process = processes.look(pid)
-    alive = process is not None and process.state not in "ZX"
+    deadline = time.monotonic() + (0.2 if released else 10)
+    alive = True
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+        process = processes.look(pid)
+        alive = process is not None and process.state not in "ZX"
     if alive:
         os.kill(pid, signal.SIGKILL)
     assert alive == released

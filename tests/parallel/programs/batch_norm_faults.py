@@ -5,6 +5,7 @@ import signal
 import sys
 
 import numpy as np
+from launching import fault
 
 import mpdp
 from mpdp import nn, optim
@@ -23,8 +24,10 @@ class Branches(nn.Module):
     def forward(self, x):
         norm = self.right if x[:1].sum() > 100 else self.left
         if FAULT == "kill" and trainer.step_count == 2 and last:
+            fault()
             os.kill(os.getpid(), signal.SIGKILL)
         if FAULT == "raise" and trainer.step_count == 2 and last:
+            fault()
             raise ValueError("a bad sample")
         return self.last(norm(x))
 
@@ -44,6 +47,8 @@ x, y = (
 )
 if FAULT == "branch" and last:
     x += 1000
+if FAULT not in ("kill", "raise"):
+    fault()
 if FAULT == "no loss":
     trainer.parallel(x)
     trainer.parallel.backward(None if last else nn.cross_entropy(trainer.parallel(x), y))

@@ -53,7 +53,9 @@ class Slow(mpdp.Callback):
         if FAULTS:
             fail(trainer.step_count)
         elif not RESUMED:
-            if trainer.step_count == (40 if HOW == "save" else 3) and (HOW != "save" or world.rank):
+            if trainer.step_count == (40 if HOW == "save" else 3) and (
+                HOW in ("fit", "step") or (HOW == "save" and world.rank)
+            ):
                 ready()
             time.sleep(0.03)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from launching import record
+from launching import fault, record
 
 import mpdp
 from mpdp.comm import mapping
@@ -78,6 +78,7 @@ if CASE == "killed":
     name = "combine" if TRANSPORT == "auto" else "combine_few"
     if world.rank == 1:
         setattr(Combiner, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+        fault()
     world.activity.step = 3
     comm.all_reduce(array if name == "combine" else array[:10])
     comm.all_reduce(array[:10])  # a rank needs no answer to its part of the last one

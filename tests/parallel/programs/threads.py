@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import reference
+from launching import fault as faulty
 
 import mpdp
 from mpdp import data, nn, optim
@@ -23,6 +24,7 @@ class Fault(mpdp.Callback):
         if trainer.step_count == 4 and fault == "stop" and world.rank == world.size - 1:
             trainer.should_stop = True
         if trainer.step_count == 4 and world.rank == 1:
+            faulty()
             if fault == "raise":
                 raise ValueError("a fault of rank 1")
             if fault == "exit":

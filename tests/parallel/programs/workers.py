@@ -41,12 +41,12 @@ def augment(sample, random):
 class Watch(mpdp.Callback):
     def on_step(self, trainer):
         if KIND == "rank killed" and trainer.step_count == 2 and trainer.world.rank == trainer.world.size - 1:
-            fault()
             os.kill(os.getpid(), 9)
 
 
 def main():
     world = mpdp.init(timeout=20)
+    fault()
     mpdp.seed(0)
     trainer = mpdp.Trainer(nn.Linear(4, 3), nn.cross_entropy, optim.SGD(lr=1e-3), callbacks=[Watch()])
     if KIND == "listing":

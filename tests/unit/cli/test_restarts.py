@@ -118,8 +118,14 @@ def test_a_job_that_was_to_end_is_not_started_again(quick):
 
 def test_a_signal_ends_the_waiting():
     before = signal.getsignal(signal.SIGTERM)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+
+    def send():
+        while signal.getsignal(signal.SIGTERM) is before:  # it would end the tests
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
     begin = time.monotonic()
     status, started, _ = run([end(9)] * 2, Policy(5, 2, 2, wait=60.0, restarts=1, _idle=0))
     assert (status, len(started)) == (9, 1) and time.monotonic() - begin < 30

@@ -24,7 +24,7 @@ def test_an_offset_is_right_to_its_error(size):
 
 def test_the_fastest_exchange_counts():
     """A slow answer puts rank 0's time anywhere in between; one fast one is enough."""
-    delays = [0.2, 0.0, 0.2]
+    delays = [0.6, 0.0, 0.6]
 
     def measure(comm):
         def clock():
@@ -35,4 +35,4 @@ def test_the_fastest_exchange_counts():
         return clock_offset(comm, clock, rounds=3)
 
     (_, (offset, error)) = run(2, measure)
-    assert abs(offset) <= error < 0.1 * SECOND
+    assert abs(offset) <= error < 0.3 * SECOND

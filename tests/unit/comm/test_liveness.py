@@ -102,14 +102,13 @@ def test_nobody_passes_the_exit_before_the_last_rank_has_come(build, size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_death_is_reported_by_the_successor_alone(build, size):
+def test_a_death_is_reported_by_the_successor_alone(build, monkeypatch, size):
     ranks = build(size)
     dead, others = ranks[1], [rank for rank in ranks if rank.ring.rank != 1]
     ranks[2 % size].activity.enter("all_reduce")
-    begin = time.monotonic()
+    monkeypatch.setattr(liveness, "GRACE", 60.0)  # nobody waits so long
     dead.die()
     until(lambda: all(rank.ring.failure for rank in others))
-    assert time.monotonic() - begin < 0.3
     until(lambda: ranks[2 % size].aborted == [1])
     (rank, text), *more = reports(others)
     assert rank == 2 % size and more == []
@@ -182,7 +181,7 @@ def test_a_stall_is_told_by_each_rank_with_its_stack(build):
     ranks[0].activity.enter("all_reduce")
     until(lambda: all(rank.reports for rank in ranks))
     texts = dict(reports(ranks))
-    assert texts[0].startswith("stalled: rank 0, step 3, all_reduce, since 0.")
+    assert re.match(r"stalled: rank 0, step 3, all_reduce, since \d+\.\d s", texts[0])
     assert texts[1] == "stalled: rank 1, step 3, in no collective (rank 0 waits for more than 0.4 s)"
     assert all("test_liveness.py" in rank.reports[0][1] for rank in ranks)
     until(lambda: ranks[0].aborted == [1])
@@ -192,9 +191,9 @@ def test_a_silent_rank_is_a_stall_only_after_the_timeout(build, monkeypatch):
     monkeypatch.setattr(liveness, "BEAT", 0.1)
     ranks = build(2, timeout=1.0)
     ranks[1].ring._lock.acquire()  # its thread does not get on, as if the GIL were held
-    time.sleep(0.8)
-    assert reports(ranks) == []
+    begin = time.monotonic()
     until(lambda: ranks[0].reports)
+    assert time.monotonic() - begin > 0.8
     ranks[1].ring._lock.release()
     assert "rank 1 has been silent for more than 1 s" in ranks[0].reports[0][0]
 
@@ -245,7 +244,7 @@ def test_a_device_that_waits_too_long_is_a_stall(build):
     ranks = build(2, timeout=0.4)
     ranks[0].activity.watched.append(Gpu(since=time.monotonic()))
     until(lambda: all(rank.reports for rank in ranks))
-    assert dict(reports(ranks))[0].startswith("stalled: rank 0, step 3, a collective on the GPU, since 0.")
+    assert re.match(r"stalled: rank 0, step 3, a collective on the GPU, since \d", dict(reports(ranks))[0])
     assert ranks[0].activity.watched[0].aborted
 
 
@@ -280,8 +279,8 @@ def test_who_reports_knows_where_the_others_were(build, size):
     ranks[0].activity.enter("all_reduce")
     for rank in ranks[2:]:
         rank.activity.step = 4
-    ranks[1].ring.fail("ValueError: a bad sample", after=0.3)
-    until(lambda: ranks[1].aborted == [1])
+    ranks[1].ring.fail("ValueError: a bad sample", after=5.0)
+    until(lambda: "no word" not in ranks[1].ring.others())
     rest = {2: "", 3: "; rank 2 in step 4", 4: "; ranks 2, 3 in step 4"}[size]
     assert re.fullmatch(rf"rank 0 in step 3 \(all_reduce\) for \d\.\d s{rest}", ranks[1].ring.others())
     assert not any(rank.ring.others() for rank in ranks if rank.ring.rank != 1)

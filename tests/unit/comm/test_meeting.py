@@ -1,9 +1,11 @@
 """The meeting before MPI_Init, with ranks as threads and a launcher whose children are a set."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +52,16 @@ class Node:
     def leave(self, rank):
         self.start(rank, meeting.leave)
 
-    def join(self, seconds=5.0):
+    def there(self, count):
+        """Come back when so many ranks are at the meeting: the host's socket, and one of it for each guest."""
+        name = f"mpdp-meeting-{os.getuid()}-{self.launcher.pid}-{self.launcher.start}"
+        deadline = time.monotonic() + 10
+        while Path("/proc/net/unix").read_text().count(name + "\n") != count:
+            assert time.monotonic() < deadline, self.ends
+            time.sleep(0.01)
+        time.sleep(0.1)  # what they say comes at once
+
+    def join(self, seconds=20.0):
         deadline = time.monotonic() + seconds
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -125,7 +136,7 @@ def test_a_rank_that_leaves_fails_those_that_wait(node, first):
 def test_a_rank_that_failed_is_not_reported_again(node):
     here = node(3)
     here.meet(0), here.meet(2)
-    time.sleep(0.1)
+    here.there(2)
     here.start(1, meeting.tell_failure, "ValueError: a bad sample")
     ends = here.join()
     assert here.reported() == []
@@ -136,8 +147,9 @@ def test_a_rank_that_failed_is_not_reported_again(node):
 def test_a_rank_that_vanished_is_reported_once(node, host):
     here = node(3)
     here.meet(host)
-    time.sleep(0.1)
+    here.there(1)
     here.meet(1 - host)
+    here.there(2)
     here.living.discard(2)
     ends = here.join()
     (report,) = here.reported()
@@ -184,7 +196,7 @@ def test_a_late_rank_is_a_stall(node):
 def test_the_end_of_the_launcher_is_reported_once(node):
     here = node(3)
     here.meet(0), here.meet(2)
-    time.sleep(0.1)
+    here.there(2)
     here.process.kill()
     here.join()
     (report,) = here.reported()
@@ -194,7 +206,7 @@ def test_the_end_of_the_launcher_is_reported_once(node):
 def test_those_who_leave_do_not_wait_without_a_launcher(node):
     here = node(2)
     here.leave(0)
-    time.sleep(0.1)
+    here.there(1)
     here.process.kill()
     assert here.join() == {0: None}
 

@@ -2,6 +2,7 @@
 
 import gc
 import tracemalloc
+from itertools import chain
 
 import numpy as np
 
@@ -18,7 +19,8 @@ class Look(mpdp.Callback):
     def on_step(self, trainer):
         if trainer.step_count in (50, UPDATES):
             trainer.folder.flush()  # rows wait for about a second
-            kinds = [type(thing) for thing in gc.get_objects()]
+            # In one call, so that no other thread gets on: one that builds a tuple must be the only one to hold it.
+            kinds = list(map(type, chain.from_iterable(map(gc.get_objects, (None,)))))
             self.objects[trainer.step_count] = {
                 kind.__name__: kinds.count(kind)
                 for kind in (autodiff.Tensor, autodiff.Tape, nn.Loss, data.MicroBatch)
