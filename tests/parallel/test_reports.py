@@ -173,6 +173,11 @@ def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
                 step += 1
                 checkpoint.write(tmp_path, step, {"a": np.full((50, 50), step)}, {"step": step})
                 checkpoint.prune(tmp_path, 2)
+        before, deadline = set(os.listdir(tmp_path)), time.monotonic() + 20
+        # Until it has saved once, however slow the disk is.
+        while not any(name.startswith("step-") for name in set(os.listdir(tmp_path)) - before):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         time.sleep(random.uniform(0, 0.03))
         os.kill(child, 9)
         os.waitpid(child, 0)

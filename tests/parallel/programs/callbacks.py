@@ -71,5 +71,6 @@ try:
     trainer.fit(train, epochs=2, global_batch_size=8, validation=train)
 except mpdp.errors.DisagreementError as error:
     record([str(error), getattr(error, "agreed", False)])
+    world.comm.barrier()  # all have, before one ends the job
     raise
 record(["passed", trainer.parallel.step_count, float(trainer.model.weight.data.sum())])

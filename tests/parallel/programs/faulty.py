@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
-from launching import fault, record
+from launching import RESULTS, fault, record
 
 import mpdp
 from mpdp import world as joining
@@ -108,6 +109,16 @@ def misbehave(when):
         FAULTS[FAULT]()
 
 
+def all_are_there():
+    """In step 3: let nobody misbehave before the others have come to it."""
+    folder = Path(os.environ[RESULTS])
+    (folder / f"there.{WORLD.rank}").touch()
+    if IS_BAD:
+        deadline = time.monotonic() + 20
+        while len(list(folder.glob("there.*"))) < WORLD.size and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
 def main():
     global WORLD
     misbehave("before")
@@ -124,6 +135,7 @@ def main():
     for step in range(1, 7):
         world.activity.step = step
         if step == 3:
+            all_are_there()
             if FAULT == "return" and IS_BAD:
                 fault()
                 return
