@@ -114,6 +114,25 @@ def averaged(replica: Replica) -> Iterator[None]:
     show(replica)
 
 
+@contextmanager
+def outside(replica: Replica) -> Iterator[None]:
+    """Run a block with the weights in their own place, also inside of :func:`averaged`, which is left by an error then.
+
+    **Collective** where ranks hold parts of the weights, else **Local.**
+    """
+    average = replica.average
+    if average is None or not average.swapped:
+        yield
+        return
+    average.swap()
+    show(replica)
+    try:
+        yield
+    finally:
+        average.swap()
+        replica.binding.stale = True
+
+
 def refuse(replica: Replica, call: str) -> None:
     """Refuse a call that would take the average for the weights. **Local.**"""
     if replica.average is not None and replica.average.swapped:
