@@ -491,6 +491,14 @@ def test_a_checkpoint_of_no_update_is_as_good_as_none(tmp_path):
     assert everything(again) == everything(first)
 
 
+def test_a_first_batch_without_samples_scales_no_gradients():
+    empty, usual = trainer(None), trainer(None)
+    empty.step((X[:0], Y[:0]))
+    for t in (empty, usual):
+        t.step((X, Y))
+    assert empty.parallel.exponent == usual.parallel.exponent > 0
+
+
 def test_a_callback_may_save_when_it_is_told_of_a_save(tmp_path):
     """Then two saves in the background come after one another."""
 
