@@ -38,7 +38,7 @@ def silence(listener: int) -> None:
 
 
 def ends_in_order(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a call of the trainer take signals as a request from its begin to its end, the last save included."""
+    """Let a call of the trainer take signals as a request from beginning to end, the last save included. **Local.**"""
 
     @functools.wraps(fit)
     def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
