@@ -36,9 +36,7 @@ class Binding:
         self.update = 1
         self.dirty = False
         self.stale = False
-        self.averaged = (
-            False  # an error has left the average in the working copies, whose masters are in slices
-        )
+        self.averaged = False  # an error has left the average in the working copies of slices
 
 
 class Replica:
