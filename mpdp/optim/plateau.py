@@ -14,11 +14,12 @@ from .schedules import Schedule
 class ReduceOnPlateau(Schedule):
     """Lower the learning rate when a metric has stopped getting better.
 
-    **Local.** The trainer shows it each row of its history: global metrics, which are the same on every rank, so all of
-    them decide alike. A value is better than the best so far if it is so by ``threshold`` (of the best, or as it is
-    without ``relative``). When more than ``patience`` rows in a row were not better, the factor is multiplied by
-    ``factor``; for the next ``cooldown`` rows none counts as bad. What it has learnt is in checkpoints. One object
-    belongs to one trainer. In a loop of your own call :meth:`observe` on every rank, with what ``evaluate`` returned.
+    **Local.** The trainer shows it each row of its history: global metrics, which are the same on every rank, so all
+    of them decide alike. A value is better than the best so far if it is so by ``threshold`` (of the best, or as it
+    is without ``relative``); one that is not finite is never better. When more than ``patience`` rows in a row were
+    not better, the factor is multiplied by ``factor``; for the next ``cooldown`` rows none counts as bad. What it has
+    learnt is in checkpoints. One object belongs to one trainer. In a loop of your own call :meth:`observe` on every
+    rank, with what ``evaluate`` returned.
 
     Args:
         metric: a name in the rows of the history.
@@ -109,7 +110,7 @@ class ReduceOnPlateau(Schedule):
             self._cooling, self._bad = self.cooldown, 0
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
+        if not math.isfinite(value):  # nothing would be better than an infinite best one by a fraction of it
             return False
         if self.best is None:
             return True

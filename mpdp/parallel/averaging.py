@@ -90,7 +90,8 @@ def averaged(replica: Replica) -> Iterator[None]:
     **Collective** where ranks hold parts of the weights, else **Local.** Inside such a block it changes nothing.
 
     Raises:
-        ValueError: no average is kept.
+        ValueError: no average is kept. An error that leaves the block on one rank alone, and is caught there, is
+            followed by one of the next forward pass where ranks hold parts: see ``Replica.refresh``.
     """
     average = replica.average
     if average is None:
@@ -107,11 +108,32 @@ def averaged(replica: Replica) -> Iterator[None]:
     except BaseException as error:
         average.swap()
         replica.binding.stale = True
-        if getattr(error, "agreed", False):  # elsewhere this rank is alone here, and the job is about to end
+        if getattr(error, "agreed", False):
             show(replica)
+        else:  # this rank is alone here, and the job is about to end, unless the program goes on
+            replica.binding.averaged = replica.masters is not None
         raise
     average.swap()
     show(replica)
+
+
+@contextmanager
+def outside(replica: Replica) -> Iterator[None]:
+    """Run a block with the weights in their own place, also inside of :func:`averaged`, which is left by an error then.
+
+    **Collective** where ranks hold parts of the weights, else **Local.**
+    """
+    average = replica.average
+    if average is None or not average.swapped:
+        yield
+        return
+    average.swap()
+    show(replica)
+    try:
+        yield
+    finally:
+        average.swap()
+        replica.binding.stale = True
 
 
 def refuse(replica: Replica, call: str) -> None:

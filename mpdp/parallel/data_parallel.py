@@ -193,6 +193,8 @@ class DataParallel:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the averaged weights, without updates inside. **Collective.**"""
+        if self._replica.masters is not None:  # else nobody waits for a rank that does so alone
+            exchange(self.comm, Kind.AVERAGED, self.step_count)
         return averaging.averaged(self._replica)
 
     def freeze(self, *names: str) -> None:

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     UPDATE = 17
     STATE = 18
     SAVING = 19
+    AVERAGED = 20
 
 
 _CALLS = {
@@ -72,6 +73,7 @@ _CALLS = {
     Kind.CONSTRUCT: "the constructor of a Trainer, DataParallel or Reducer",
     Kind.NEW_RUN_DIR: "new_run_dir()",
     Kind.BROADCAST: "broadcast()",
+    Kind.AVERAGED: "averaged()",
 }
 _USUAL = (Kind.STEP, Kind.STEP_BEGIN, Kind.UPDATE, Kind.CALLBACKS)
 

@@ -36,6 +36,7 @@ class Binding:
         self.update = 1
         self.dirty = False
         self.stale = False
+        self.averaged = False  # an error has left the average in the working copies of slices
 
 
 class Replica:
@@ -165,6 +166,7 @@ class Replica:
         self.comm.broadcast(whole)
         self.kernels.store(whole, self._copies.array)
         masters.fill(whole)
+        self.binding.averaged = False
 
     def _show(self, masters: Masters) -> None:
         """Let the parameters be what all ranks have of the weights. **Local.**"""
@@ -199,7 +201,18 @@ class Replica:
         return None if self._copies is None else self._copies.array
 
     def refresh(self) -> None:
-        """Round the weights to the working copies again, after something else than the optimizer wrote them."""
+        """Round the weights to the working copies again, after something else than the optimizer wrote them.
+
+        **Local.**
+
+        Raises:
+            ValueError: they hold the average, since an error has left ``averaged()``; it takes all ranks to end that.
+        """
+        if self.binding.averaged:
+            raise ValueError(
+                "averaged: expected a block that no error leaves, got one that was caught outside of it, and forward "
+                "still reads the average; catch it inside the block, or enter and leave another one on all ranks"
+            )
         if self._copies is not None:
             end, size = self.layout.trainable_size, self.layout.size
             if self.masters is None:

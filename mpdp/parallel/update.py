@@ -123,7 +123,7 @@ def show(replica: Replica) -> None:
 
     **Collective** where ranks hold parts of them, else **Local.**
     """
-    replica.binding.stale = True
+    replica.binding.stale, replica.binding.averaged = True, False
     if replica.masters is not None:
         weights, copies = replica.weights, replica.copies
         update(replica, lambda start, stop: replica.kernels.store(weights[start:stop], copies[start:stop]))

@@ -101,7 +101,8 @@ def write_part(temporary: Path, writer: int, slices: Sequence[Slice]) -> list[Pi
     pieces, arrays = [], {}
     try:
         for piece in slices:
-            flat = np.ascontiguousarray(piece.array).reshape(-1)
+            native = piece.array.dtype.newbyteorder("=")  # safetensors keeps one order of bytes
+            flat = np.ascontiguousarray(piece.array, native).reshape(-1)
             stop, size = piece.start + flat.size, int(np.prod(piece.shape, dtype=np.int64))
             key = manifest.key_of(piece.name, piece.start, stop, size)
             if key in arrays:

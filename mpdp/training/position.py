@@ -53,9 +53,9 @@ class Position:
     def begin(self, order: dict[str, Any], metrics: int) -> ValueError | None:
         """Take over the order of samples of a call of ``fit``; return the error if it may not change now."""
         if self.batch and self.order != order:
-            name = next(key for key in order if self.order.get(key) != order[key])
+            name = next(key for key in order | self.order if self.order.get(key) != order.get(key))
             return ValueError(
-                f"{name}: expected {self.order.get(name)!r} as before in this epoch, got {order[name]!r}; "
+                f"{name}: expected {self.order.get(name)!r} as before in this epoch, got {order.get(name)!r}; "
                 "it may change between epochs only"
             )
         self.order = order

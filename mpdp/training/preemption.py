@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import guard
 from ..errors import Preempted
+from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def silence(listener: int) -> None:
 
 
 def ends_in_order(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a call of the trainer take signals as a request from its begin to its end, the last save included."""
+    """Let a call of the trainer take signals as a request from beginning to end, the last save included. **Local.**"""
 
     @functools.wraps(fit)
     def wrapper(self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -96,4 +97,5 @@ def _save(trainer: Trainer) -> str:
     trainer.saves.finish()  # one that a thread is writing
     if trainer.position.saved_step == trainer.step_count:
         return "it was saved already"
-    return f"saved as {trainer.save()}"
+    with averaging.outside(trainer.parallel._replica):  # Preempted leaves a block of averaged() then
+        return f"saved as {trainer.save()}"

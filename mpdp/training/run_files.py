@@ -99,7 +99,8 @@ class RunFiles:
         found = resuming.resume(cast("Trainer", self), None if path is None else Path(path))
         self._resumed = self.position.log_rows if found else 0
         self._opened = self._opened and not found  # a log that is open already is cut back too
-        self._nominal_fixed = found
+        # One of no update holds no scale of gradients yet.
+        self._nominal_fixed = found and cast("Trainer", self).step_count > 0
         return found
 
     def _open_folder(self, beside: dict[str, Any] | None = None) -> None:

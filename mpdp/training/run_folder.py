@@ -211,7 +211,7 @@ def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World |
     exchange(comm, Kind.NEW_RUN_DIR, 0)
 
     def make() -> str:
-        stamp = time.strftime(f"{name}-%Y%m%d-%H%M%S")
+        stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         for folder in (Path(base), Path(tempfile.gettempdir()) / f"mpdp-runs-{os.getuid()}"):
             for number in range(1, 1000):
                 path = folder / (stamp if number == 1 else f"{stamp}-{number}")

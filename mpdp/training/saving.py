@@ -64,7 +64,8 @@ class Saves:
         Raises:
             CheckpointError: this one or the one before could not be written, on all ranks.
         """
-        self.finish()
+        while self.under_way:  # a callback may have begun the next one
+            self.finish()
         trainer = self._trainer
         comm = trainer.world.axis("data")
         state, arrays = snapshot.state(trainer)

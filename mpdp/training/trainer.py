@@ -428,7 +428,7 @@ class Trainer(RunFiles):
         return self.parallel.averaged()
 
     def _fix_nominal(self, count: float) -> None:
-        if not self._nominal_fixed:
+        if not self._nominal_fixed and count > 0:  # a first batch without samples says nothing
             self.parallel.set_nominal_count(count)
             self._nominal_fixed = True
 

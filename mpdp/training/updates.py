@@ -189,7 +189,7 @@ class Updates:
                 self.trainer.folder.flush()
 
     def settle(self) -> None:
-        """Wait for the updates under way; see :meth:`Trainer.settle`."""
+        """Wait for the updates under way; see :meth:`Trainer.settle`. **Collective** in effect."""
         if self.graphs is not None:
             self.graphs.settle()
 

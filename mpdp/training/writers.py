@@ -46,6 +46,7 @@ class CsvWriter(Callback):
         self._pending: list[list[Any]] = []
         self._steps: Path | None = None
         self._flushed = 0.0
+        self._last = 0  # the update seen last
 
     def on_step(self, trainer: Trainer) -> None:
         """Write a row of ``steps.csv``, within about two seconds."""
@@ -58,6 +59,10 @@ class CsvWriter(Callback):
             self._steps = folder / "steps.csv"
             _cut_back(self._steps, step)
             weakref.finalize(self, _write_rest, self._steps, self._pending, os.getpid())
+        elif step <= self._last:  # this very trainer was resumed
+            self._flush()
+            _cut_back(self._steps, step)
+        self._last = step
         self._pending.append([step, trainer.epoch + 1, trainer.late_loss, trainer.last_lr])
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()
@@ -109,9 +114,13 @@ class TensorBoardWriter(Callback):
         self._file: Any = None
         self._pending: list[tuple[int, float, dict[str, Any]]] = []
         self._flushed = 0.0
+        self._last = 0  # the update seen last
 
     def on_step(self, trainer: Trainer) -> None:
         """Write the loss and the learning rate of an update, within about two seconds."""
+        if trainer.step_count <= self._last:  # this very trainer was resumed
+            self.close()
+        self._last = trainer.step_count
         if trainer.step_count % self._every == 0:
             self._add(trainer, {"train/loss": trainer.late_loss, "train/lr": trainer.last_lr})
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:

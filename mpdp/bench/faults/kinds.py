@@ -49,11 +49,18 @@ class Kind:
 _BOTH = ("fit", "own")
 _RAISES = RANK + HERE
 _AGREED = r"\[0/{n}\] error in step \d+: "
+
+
+def _read(error: str) -> str:
+    """Return the pattern of an error in the data, which all ranks agree on where they read the first batch together."""
+    return rf"({_RAISES}{error}|{_AGREED}{error}.* \(on rank {{rank}} of {{n}}\))"
+
+
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("dataset", "raise", _RAISES + "ValueError: a bad sample"),
-        Kind("transform", "raise", _RAISES + "ValueError: a bad transform", latest=16),
+        Kind("dataset", "raise", _read("ValueError: a bad sample")),
+        Kind("transform", "raise", _read("ValueError: a bad transform"), latest=16),
         Kind("model", "raise", _RAISES + "ValueError: a bad model", _BOTH),
         Kind("loss", "raise", _RAISES + "ValueError: a bad loss", _BOTH),
         Kind("callback", "raise", _RAISES + "ValueError: a bad callback", _BOTH),
@@ -61,8 +68,8 @@ KINDS = {
         Kind("thread", "raise", _RAISES + r"ValueError: a bad thread \(in thread 'mine'\)", _BOTH),
         Kind("constructor", "raise", _RAISES + "ValueError: a bad width", moments=("start",)),
         Kind("before_init", "raise", RANK + "before init: ValueError: a bad setting", moments=("start",)),
-        Kind("worker", "raise", _RAISES + "ValueError: a bad sample"),
-        Kind("worker_killed", "raise", _RAISES + "WorkerError: Workers: expected an answer of worker"),
+        Kind("worker", "raise", _read("ValueError: a bad sample")),
+        Kind("worker_killed", "raise", _read("WorkerError: Workers: expected an answer of worker")),
         Kind("memory", "raise", _RAISES + "MemoryError", _BOTH),
         Kind("device_memory", "raise", _RAISES + ".*OutOfMemory", _BOTH, device="cuda"),
         Kind("device_fault", "crash", _RAISES + ".*llegal", _BOTH, device="cuda"),
@@ -98,7 +105,7 @@ KINDS = {
         Kind(  # from the callback of an update, so not in the first
             "extra_collective",
             "disagreement",
-            _AGREED + "DisagreementError: a collective inside a",
+            _AGREED + "DisagreementError: .*a collective inside a",
             _BOTH,
             earliest=2,
         ),

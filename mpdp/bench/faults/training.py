@@ -1,7 +1,7 @@
 """The training that is broken: a script for n ranks, told by its environment what one of them does and when.
 
-It trains a small network with dropout, Adam, augmentation and a checkpoint every third update, and goes on from the
-newest checkpoint of its folder. Undisturbed it always computes the same bits.
+It trains a small network with dropout, Adam and augmentation, saves every third update (every one where nothing is to
+be broken), and goes on from the newest checkpoint of its folder. Undisturbed it always computes the same bits.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ def main() -> None:
         optim.Adam(lr=0.01),
         world=world,
         run_dir=os.path.join(FAULT.folder, "run"),
-        save_every=SAVE_EVERY,
+        save_every=1
+        if FAULT.kind == "none"
+        else SAVE_EVERY,  # a signal may have another run saved at any update
         keep=1000 if FAULT.kind == "none" else 3,
         callbacks=[progress],
     )

@@ -124,6 +124,15 @@ def broadcast_alone():
     t.step((x, y))
 
 
+def averaged_alone():
+    t = trainer(placement="sharded", precision="bfloat16", ema=0.5)
+    t.step((x, y))
+    if rank == 0:
+        with t.averaged():
+            pass
+    t.step((x, y))
+
+
 def run_dir_on_one_rank():
     trainer(run_dir="x" if odd else None)
 
@@ -256,6 +265,7 @@ EXPECTED = {
     "save() at step 0",
     "new_run_dir_alone": "expected every rank to call it at the same step, got rank 0 in new_run_dir() at step 0",
     "broadcast_alone": "broadcast(): expected every rank to call it at the same step, got rank 0 in broadcast()",
+    "averaged_alone": "averaged(): expected every rank to call it at the same step, got rank 0 in averaged() at step 1",
     "run_dir_on_one_rank": "trainer: expected the same run_dir on all ranks, got none on rank 0",
     "evaluation_metrics": "evaluate: expected the same metrics on all ranks, got [] on rank 0",
     "nominal_count": "model: expected the same nominal_count on all ranks, got 2 on rank 0",

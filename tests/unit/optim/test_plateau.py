@@ -77,6 +77,15 @@ def test_what_is_not_a_number_is_not_better():
     assert schedule.best == 1.0 and schedule(0) == 0.5
 
 
+@pytest.mark.parametrize(("mode", "value"), [("min", math.inf), ("max", math.inf), ("min", -math.inf)])
+def test_what_is_infinite_is_not_better(mode, value):
+    """A perplexity may overflow in the first epoch, and later ones are better then."""
+    schedule = optim.ReduceOnPlateau("accuracy", patience=1, factor=0.5, mode=mode)
+    for better in (value, 3.0, 2.0, 1.0) if mode == "min" else (value, 1.0, 2.0, 3.0):
+        schedule.observe({"accuracy": better})
+    assert schedule.best == (1.0 if mode == "min" else 3.0) and schedule(0) == 1.0
+
+
 def test_it_learns_as_a_part_of_others():
     plateau = optim.ReduceOnPlateau(patience=0, factor=0.5)
     schedule = optim.Product(optim.StepLR(2, gamma=0.1), optim.Warmup(4, plateau))

@@ -37,6 +37,14 @@ def test_what_was_written_is_read_back_bit_by_bit(tmp_path):
         assert loaded[name].tobytes() == array.tobytes()
 
 
+def test_the_other_order_of_bytes_is_read_back(tmp_path):
+    written = {"swapped": np.arange(5, dtype=">i4"), "plain": np.arange(5, dtype="<f8")}
+    found = checkpoint.load(checkpoint.read(checkpoint.write(tmp_path, 1, written, {})))
+    for name, array in written.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype.isnative
+
+
 def test_a_group_that_may_read_the_manifest_may_read_the_tensors(tmp_path):
     before = os.umask(0o027)
     try:

@@ -160,6 +160,22 @@ def test_handlers_are_there_while_fit_runs():
     assert seen != [signal.SIG_DFL] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_inside_of_averaged_the_weights_are_saved(tmp_path):
+    trainer = make(tmp_path, ema=0.5)
+    for _ in range(2):
+        trainer.step((X, DATA.arrays[1]))
+    weights, average = trainer.model.weight.numpy().copy(), None
+    with pytest.raises(Preempted, match="saved as"), trainer.averaged():
+        average = trainer.model.weight.numpy().copy()
+        os.kill(os.getpid(), signal.SIGTERM)
+        trainer.evaluate(DATA)
+    found = checkpoint.newest(tmp_path / "checkpoints")[0][1]
+    np.testing.assert_array_equal(found["weights/weight"], weights)
+    np.testing.assert_array_equal(found["average/weight"], average)
+    np.testing.assert_array_equal(trainer.model.weight.numpy(), weights)
+    assert not np.array_equal(weights, average)
+
+
 def test_a_handler_of_the_program_may_ask_to_stop(tmp_path):
     trainer = make(tmp_path, Send(2))
     signal.signal(signal.SIGTERM, lambda number, frame: setattr(trainer, "should_stop", True))

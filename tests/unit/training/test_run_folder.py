@@ -67,6 +67,7 @@ def test_new_folders_are_new_and_fall_back(tmp_path, monkeypatch):
     assert first != second
     assert first.parent == second.parent == tmp_path / "runs"
     assert first.is_dir() and first.name.startswith("digits-")
+    assert mpdp.new_run_dir("half-50%d").name.startswith("half-50%d-2")
     blocker = tmp_path / "blocker"
     blocker.write_text("")
     fallen = mpdp.new_run_dir("digits", base=blocker / "runs")

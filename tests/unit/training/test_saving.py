@@ -477,3 +477,51 @@ def test_config_names_hosts_command_versions_and_arguments(tmp_path):
     fit(other, 4)
     again = json.loads((tmp_path / "config.json").read_text())
     assert again["fit"]["updates"] == 4 and [start["fit"]["updates"] for start in again["before"]] == [2]
+
+
+def test_a_checkpoint_of_no_update_is_as_good_as_none(tmp_path):
+    """The scale of gradients follows from the first batch, also behind resume()."""
+    first = trainer(tmp_path)
+    first.save()
+    fit(first, updates=3)
+    again = trainer(tmp_path)
+    assert again.resume(sorted((tmp_path / "checkpoints").iterdir())[0])
+    fit(again, updates=3)
+    assert again.parallel.exponent == first.parallel.exponent == 2
+    assert everything(again) == everything(first)
+
+
+def test_a_first_batch_without_samples_scales_no_gradients():
+    empty, usual = trainer(None), trainer(None)
+    empty.step((X[:0], Y[:0]))
+    for t in (empty, usual):
+        t.step((X, Y))
+    assert empty.parallel.exponent == usual.parallel.exponent > 0
+
+
+def test_a_callback_may_save_when_it_is_told_of_a_save(tmp_path):
+    """Then two saves in the background come after one another."""
+
+    class Again(mpdp.Callback):
+        def __init__(self):
+            self.told = []
+
+        def on_checkpoint(self, t, path):
+            assert path.is_dir()
+            self.told.append(path.name)
+            if len(self.told) == 1:
+                t.save(wait=False)
+
+    def rank():
+        callback = Again()
+        t = trainer(tmp_path, placement="sharded", callbacks=[callback])
+        for _ in range(2):
+            t.step((X, Y))
+            t.save(wait=False)
+        t.saves.finish()
+        return callback.told
+
+    told = [f"step-{step:010d}-{serial:06d}" for serial, step in enumerate((1, 2, 2), start=1)]
+    assert mpdp.threads.run(rank, 2) == [told, told]
+    for found in checkpoint.found_below(tmp_path / "checkpoints"):
+        checkpoint.load(found)

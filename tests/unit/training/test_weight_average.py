@@ -7,6 +7,7 @@ import pytest
 from on_device import host, put, world
 
 import mpdp
+import mpdp.threads
 from mpdp import data, nn, optim
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -173,6 +174,29 @@ def test_frozen_parameters_keep_their_averages():
     close(averages_of(trainer), expected)
     trainer.thaw("0.weight")
     close(averages_of(trainer), expected)
+
+
+def test_an_error_that_is_caught_outside_of_the_block():
+    """Ranks that hold slices of the weights cannot put the others' back alone; nothing is computed by the average."""
+
+    def rank():
+        trainer = trainer_of(world=mpdp.init(device="cpu"), placement="sharded", precision="bfloat16")
+        own = slice(trainer.world.rank, None, trainer.world.size)
+        for _ in range(3):
+            trainer.step((X[own], Y[own]))
+        before = trainer.evaluate(data.ArrayDataset(X, Y))
+        with pytest.raises(KeyError), trainer.averaged():
+            raise KeyError("mine")
+        with pytest.raises(
+            ValueError, match=r"averaged: expected a block that no error leaves, got one that was"
+        ):
+            trainer.parallel(X[own])
+        with trainer.averaged():
+            pass
+        assert trainer.evaluate(data.ArrayDataset(X, Y)) == before
+        trainer.step((X[own], Y[own]))
+
+    mpdp.threads.run(rank, 2)
 
 
 def test_memory_counts_it():

@@ -70,6 +70,14 @@ def test_resuming_repeats_nothing_and_a_late_metric_shifts_nothing(tmp_path):
     assert [row[0] for row in rows] == ["1", "2", "3"] and rows[0][3] == "" and float(rows[2][3]) >= 0
 
 
+def test_a_trainer_that_is_resumed_itself_repeats_nothing(tmp_path):
+    t = trainer(tmp_path / "run", [mpdp.CsvWriter()], save_every=4)
+    t.fit(dataset(), updates=5, global_batch_size=4)
+    assert t.resume(sorted((tmp_path / "run" / "checkpoints").iterdir())[0]) and t.step_count == 4
+    t.fit(dataset(), updates=7, global_batch_size=4)  # with its save the rows are in the file
+    assert [row[0] for row in table(tmp_path / "run" / "steps.csv")[1]] == [str(k) for k in range(1, 8)]
+
+
 def test_a_folder_of_its_own_or_none(tmp_path):
     trainer(None, [mpdp.CsvWriter(tmp_path / "a" / "b")]).fit(dataset(), epochs=1, global_batch_size=6)
     assert len(table(tmp_path / "a" / "b" / "steps.csv")[1]) == 2
@@ -106,6 +114,12 @@ def test_tensorboard(tmp_path):
     )
     assert found["epoch/accuracy"][-1] == (9, pytest.approx(history[-1]["accuracy"]))
     assert [step for step, _ in found["epoch/loss"]] == [3, 6, 9]
+    again.save()
+    again.fit(dataset(), updates=11, global_batch_size=4)
+    again.resume()  # the writer as it is
+    again.fit(dataset(), updates=12, global_batch_size=4)
+    writer.close()
+    assert [step for step, _ in read()["train/lr"]] == list(range(1, 13))
 
 
 def test_tensorboard_is_missing(monkeypatch):
