@@ -281,15 +281,19 @@ class Trainer(RunFiles):
                 plan.order(self.world.size), 0 if validation is not None else len(plan.metrics)
             ),
         )
-        self._open_folder({"fit": plan.describe()})
-        self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         shown = Progress(
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
+        loop = FitLoop(self, plan, shown)
+        if self._resumed and not self._opened and loop.finished:  # its log stays as the run has left it
+            loop.run()
+            shown.close()
+            return self.history
+        self._open_folder({"fit": plan.describe()})
+        self._fix_nominal(plan.global_batch_size)
         self.fitting, done = True, self.step_count
         try:
-            loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
                 self.check_replicas()  # what fit hands back is the same on every rank
@@ -323,8 +327,19 @@ class Trainer(RunFiles):
         """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
         self.updates.settle()
 
-    def after_step(self) -> None:
-        """Check and save what is due after an update, and call back. **Collective.**"""
+    @property
+    def save_due(self) -> bool:
+        """Whether ``save_every`` names the last update."""
+        return self.save_every is not None and self.step_count % self.save_every == 0
+
+    def after_step(self, ends_epoch: bool = False) -> None:
+        """Check and save what is due after an update, and call back.
+
+        **Collective.**
+
+        Args:
+            ends_epoch: an epoch ends with the update: what is due then is saved when the epoch is closed.
+        """
         step, stop = self.step_count, self.parallel.stop_agreed
         if stop and self.saves.under_way:
             stop = self.saves.look(self._stop_asked)
@@ -332,7 +347,7 @@ class Trainer(RunFiles):
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.check_replicas()
         call_back(self, "on_step")
-        if self.save_every is not None and step % self.save_every == 0:
+        if self.save_due and not ends_epoch:
             self.save(wait=not self.async_save)
         self.saves.collect()
         self.agree_to_stop()
