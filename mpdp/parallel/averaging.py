@@ -92,11 +92,7 @@ def averaged(replica: Replica) -> Iterator[None]:
     Raises:
         ValueError: no average is kept.
     """
-    average = replica.average
-    if average is None:
-        raise ValueError(
-            "ema: expected a trainer that keeps an average of weights, got none; pass ema=0.999 to it"
-        )
+    average = require(replica)
     if average.swapped:
         yield
         return
@@ -112,6 +108,19 @@ def averaged(replica: Replica) -> Iterator[None]:
         raise
     average.swap()
     show(replica)
+
+
+def require(replica: Replica) -> WeightAverage:
+    """Return the average that is kept. **Local.**
+
+    Raises:
+        ValueError: none is.
+    """
+    if replica.average is None:
+        raise ValueError(
+            "ema: expected a trainer that keeps an average of weights, got none; pass ema=0.999 to it"
+        )
+    return replica.average
 
 
 def refuse(replica: Replica, call: str) -> None:

@@ -143,7 +143,7 @@ class FitLoop:
                 )
         else:
             results = trainer.evaluate(
-                plan.validation, metrics=plan.metrics, global_batch_size=plan.global_batch_size
+                plan.validation, plan.metrics, global_batch_size=plan.global_batch_size, ema=plan.ema
             )
             row["validation_loss"] = results["loss"]
             row.update({name: value for name, value in results.items() if name != "loss"})

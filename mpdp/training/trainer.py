@@ -239,6 +239,7 @@ class Trainer(RunFiles):
         validation: Any = None,
         metrics: Sequence[Metric] = (),
         progress: bool = True,
+        ema: bool = False,
     ) -> History:
         """Train until ``epochs`` passes or ``updates`` updates are done since the start of the run.
 
@@ -257,6 +258,7 @@ class Trainer(RunFiles):
             metrics: ``metric(output, target) -> (sum, count)``; of the validation data, or of the training
                 batches where there is none.
             progress: show on stderr how far the run is; False is quiet.
+            ema: validate the averaged weights, as ``evaluate(ema=True)``; what follows the history follows them.
 
         Returns:
             one row an epoch: ``epoch, step, loss``, each metric's name, and ``validation_loss`` where there is
@@ -269,12 +271,14 @@ class Trainer(RunFiles):
         self._refuse_inside_fit("fit")
         comm = self.world.axis("data")
         plan = FitPlan(
-            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics
+            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics, ema
         )  # fmt: skip
         exchange(comm, Kind.FIT, self.step_count)
         self.saves.check()
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
+        if plan.ema:
+            together(comm, lambda: averaging.require(self.parallel._replica))
         agree(
             comm,
             self.position.begin(
