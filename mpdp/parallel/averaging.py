@@ -93,11 +93,7 @@ def averaged(replica: Replica) -> Iterator[None]:
         ValueError: no average is kept. An error that leaves the block on one rank alone, and is caught there, is
             followed by one of the next forward pass where ranks hold parts: see ``Replica.refresh``.
     """
-    average = replica.average
-    if average is None:
-        raise ValueError(
-            "ema: expected a trainer that keeps an average of weights, got none; pass ema=0.999 to it"
-        )
+    average = require(replica)
     if average.swapped:
         yield
         return
@@ -134,6 +130,19 @@ def outside(replica: Replica) -> Iterator[None]:
     finally:
         average.swap()
         replica.binding.stale = True
+
+
+def require(replica: Replica) -> WeightAverage:
+    """Return the average that is kept. **Local.**
+
+    Raises:
+        ValueError: none is.
+    """
+    if replica.average is None:
+        raise ValueError(
+            "ema: expected a trainer that keeps an average of weights, got none; pass ema=0.999 to it"
+        )
+    return replica.average
 
 
 def refuse(replica: Replica, call: str) -> None:

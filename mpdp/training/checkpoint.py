@@ -297,7 +297,7 @@ def newest(root: Path) -> tuple[tuple[Checkpoint, dict[str, np.ndarray]] | None,
 
 
 def best(checkpoints: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
-    """Return the one with the best value of a metric, of equal ones the newest; None where none has it. **Local.**
+    """Return the one with the best value of a metric, of equal ones the first; None where none has it. **Local.**
 
     Args:
         checkpoints: newest first.
@@ -306,7 +306,7 @@ def best(checkpoints: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoin
     """
     having = [checkpoint for checkpoint in checkpoints if metric in checkpoint.metrics]
     sign = 1 if mode == "min" else -1
-    return min(having, key=lambda checkpoint: sign * checkpoint.metrics[metric], default=None)
+    return min(having, key=lambda found: (sign * found.metrics[metric], found.step), default=None)
 
 
 def prune(root: Path, keep: int, metric: str | None = None, mode: str = "min") -> None:

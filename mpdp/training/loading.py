@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def load_model(
             was made by a function of ``nn.models`` (``mlp``, ``convnet``, ``resnet18``, ``resnet50``, ``gpt``) and not
             changed afterwards: code is never taken from a file.
         best: of a run's folder, take the best checkpoint (``keep_best=``) in place of the newest.
-        ema: the averaged weights of a trainer with ``ema=``.
+        ema: the averaged weights of a trainer with ``ema=``, with the bits that they have in its ``averaged()``, in the
+            dtype of its weights: float32 under 16 bits. Buffers are the model's own, as there.
         device: where a model that is made anew lies; one that is passed stays where it is.
 
     Raises:
@@ -80,11 +82,7 @@ def load_model(
     """
     if model is not None and not isinstance(model, Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; derive it from nn.Module")
-    found, tensors = _read(Path(path), best, "average/" if ema else "weights/")
-    if ema and not found.state.get("average"):
-        raise CheckpointError(
-            f"checkpoint {found.path}: expected one with averaged weights, got one without; train with ema="
-        )
+    found, tensors = _read(Path(path), best, ema)
     weights = {name.partition("/")[2]: array for name, array in tensors.items()}
     if model is None:
         most = sum(array.size for array in weights.values())
@@ -99,28 +97,36 @@ def load_model(
     return model.eval()
 
 
-def _read(path: Path, best: bool, kind: str) -> tuple[Checkpoint, dict[str, np.ndarray]]:
+def _read(path: Path, best: bool, ema: bool) -> tuple[Checkpoint, dict[str, np.ndarray]]:
     """Return a checkpoint with its weights, or averaged weights, and buffers."""
-
-    def of_the_model(name: str) -> bool:
-        return name.startswith((kind, "buffers/"))
-
     if (path / checkpoint.MANIFEST).exists() or not (path / "checkpoints").is_dir():
         found = checkpoint.read(path)
-        return found, checkpoint.load(found, of_the_model)
+        return found, checkpoint.load(found, _wanted(found, ema))
     if best:
         found = checkpoint.read(best_checkpoint(path))
-        return found, checkpoint.load(found, of_the_model)
+        return found, checkpoint.load(found, _wanted(found, ema))
     reasons: list[str] = []
     for found in checkpoint.found_below(path / "checkpoints", reasons):
+        wanted = _wanted(found, ema)  # an older one is no answer to a newest one without an average
         try:
-            return found, checkpoint.load(found, of_the_model)
+            return found, checkpoint.load(found, wanted)
         except CheckpointError as error:
             reasons.append(str(error))
     raise CheckpointError(
         f"checkpoint: expected a complete one below {path}, got none{''.join(f'; {text}' for text in reasons)}; "
         "check the path"
     )
+
+
+def _wanted(found: Checkpoint, ema: bool) -> Callable[[str], bool]:
+    """Return which tensors of a checkpoint are the model's; the average is the weights until there was an update."""
+    averaged = bool(found.state.get("average"))
+    if ema and not averaged and found.state.get("ema") is None:
+        raise CheckpointError(
+            f"checkpoint {found.path}: expected one with averaged weights, got one without; train with ema="
+        )
+    kinds = ("average/" if ema and averaged else "weights/", "buffers/")
+    return lambda name: name.startswith(kinds)
 
 
 def _widen(model: Module, weights: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ class FitLoop:
                 seconds = time.perf_counter() - start
                 self.times.add(seconds, self._waited, trainer.parallel.reducer.waited_seconds - waited)
                 self.progress.step(trainer.late_loss, samples)
-                trainer.after_step()
+                trainer.after_step(ends_epoch=position.batch == plan.per_epoch)
         trainer.settle()
 
     def report(self) -> None:
@@ -124,7 +124,11 @@ class FitLoop:
         trainer.position.add_update(metrics.tolist())
 
     def _close_epoch(self) -> None:
-        """Validate, add the epoch's row to the history, and call back. **Collective.**"""
+        """Validate, add the epoch's row to the history, call back, and save. **Collective.**
+
+        A checkpoint of ``save_every`` that is due with the epoch's last update is taken here and not before: who takes
+        up one that holds the closed epoch does not validate again, and logs and shows its row once.
+        """
         trainer, plan, position = self.trainer, self.plan, self.trainer.position
         trainer.settle()
         row: dict[str, Any] = {
@@ -139,7 +143,7 @@ class FitLoop:
                 )
         else:
             results = trainer.evaluate(
-                plan.validation, metrics=plan.metrics, global_batch_size=plan.global_batch_size
+                plan.validation, plan.metrics, global_batch_size=plan.global_batch_size, ema=plan.ema
             )
             row["validation_loss"] = results["loss"]
             row.update({name: value for name, value in results.items() if name != "loss"})
@@ -150,8 +154,10 @@ class FitLoop:
         trainer.folder.row(kind="epoch", **row)
         self.progress.epoch(row)
         call_back(trainer, "on_epoch")
+        due = trainer.save_due and position.saved_step != trainer.step_count
         if trainer.keep_best is not None:
             check_metric("keep_best", trainer.keep_best, row)
-            if position.is_best(trainer.keep_best, trainer.best_mode):
-                trainer.save(wait=not trainer.async_save)
+            due = due or position.is_best(trainer.keep_best, trainer.best_mode)
+        if due:
+            trainer.save(wait=not trainer.async_save)
         trainer.agree_to_stop()

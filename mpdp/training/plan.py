@@ -29,6 +29,7 @@ class FitPlan:
     drop_last: bool
     validation: Any
     metrics: Sequence[Metric]
+    ema: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "updates", "global_batch_size"):  # a checkpoint holds them as JSON
@@ -64,6 +65,11 @@ class FitPlan:
                 f"global_batch_size: expected at least accumulate={accumulate} samples, got {size}; accumulate less"
             )
         check_metrics(self.metrics, of_training=self.validation is None)
+        if self.ema and self.validation is None:
+            raise ValueError(
+                "ema: expected validation= beside it (metrics of training batches are of the weights), got none; "
+                "pass validation data or leave it out"
+            )
         if self.length == 0:
             raise ValueError(
                 "dataset: expected at least one sample, got an empty data set; check where it comes from"
@@ -138,6 +144,7 @@ class FitPlan:
             "updates": self.updates,
             "length of the validation data": length_of(self.validation),
             "metrics": [metric_name(metric) for metric in self.metrics],
+            "ema": bool(self.ema),
             **describe_dataset(self.dataset),
             **{f"{key} (validation)": value for key, value in describe_dataset(self.validation).items()},
         }

@@ -18,7 +18,7 @@ class Position:
         metrics: (sum, count) of each training metric of that epoch so far, over all ranks.
         history: one row a finished epoch.
         order: what decided the order of samples (see ``FitPlan.order``).
-        saved_step: step of the newest checkpoint, or None.
+        saved_step: step of the newest checkpoint, or None where an epoch was closed behind it.
         log_rows: rows of the log when the position was saved.
     """
 
@@ -90,8 +90,9 @@ class Position:
         return self.loss_sum / self.count if self.count else float("nan")
 
     def close_epoch(self, row: dict[str, Any]) -> None:
-        """End the epoch under way with its row."""
+        """End the epoch under way with its row. A checkpoint of its last update does not hold that yet."""
         self.history.append(row)
+        self.saved_step = None
         self.epoch += 1
         self.batch = 0
         self.loss_sum = self.count = 0.0

@@ -159,6 +159,7 @@ def state(trainer: Trainer) -> tuple[dict[str, Any], list[Slice]]:
         "loss_scale": None if parallel.loss_scale is None else parallel.loss_scale.state(),
         "schedule": schedule.state() if hasattr(schedule, "state") else None,
         "average": average is not None and average.started,
+        "ema": None if average is None else average.decay,
         "plans": kernels.for_device(trainer.world.device).plan_book.plans(),
         "optimizer": arguments.describe(optimizer),
         "slots": list(optimizer.slots),

@@ -239,6 +239,7 @@ class Trainer(RunFiles):
         validation: Any = None,
         metrics: Sequence[Metric] = (),
         progress: bool = True,
+        ema: bool = False,
     ) -> History:
         """Train until ``epochs`` passes or ``updates`` updates are done since the start of the run.
 
@@ -257,6 +258,7 @@ class Trainer(RunFiles):
             metrics: ``metric(output, target) -> (sum, count)``; of the validation data, or of the training
                 batches where there is none.
             progress: show on stderr how far the run is; False is quiet.
+            ema: validate the averaged weights, as ``evaluate(ema=True)``; what follows the history follows them.
 
         Returns:
             one row an epoch: ``epoch, step, loss``, each metric's name, and ``validation_loss`` where there is
@@ -269,27 +271,33 @@ class Trainer(RunFiles):
         self._refuse_inside_fit("fit")
         comm = self.world.axis("data")
         plan = FitPlan(
-            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics
+            dataset, epochs, updates, global_batch_size, shuffle, drop_last, validation, metrics, ema
         )  # fmt: skip
         exchange(comm, Kind.FIT, self.step_count)
         self.saves.check()
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
+        if plan.ema:
+            together(comm, lambda: averaging.require(self.parallel._replica))
         agree(
             comm,
             self.position.begin(
                 plan.order(self.world.size), 0 if validation is not None else len(plan.metrics)
             ),
         )
-        self._open_folder({"fit": plan.describe()})
-        self._fix_nominal(plan.global_batch_size)
         self._stop_asked = self._stop_agreed = False
         shown = Progress(
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
+        loop = FitLoop(self, plan, shown)
+        if self._resumed and not self._opened and loop.finished:  # its log stays as the run has left it
+            loop.run()
+            shown.close()
+            return self.history
+        self._open_folder({"fit": plan.describe()})
+        self._fix_nominal(plan.global_batch_size)
         self.fitting, done = True, self.step_count
         try:
-            loop = FitLoop(self, plan, shown)
             loop.run()
             if self.step_count > done:
                 self.check_replicas()  # what fit hands back is the same on every rank
@@ -323,8 +331,19 @@ class Trainer(RunFiles):
         """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
         self.updates.settle()
 
-    def after_step(self) -> None:
-        """Check and save what is due after an update, and call back. **Collective.**"""
+    @property
+    def save_due(self) -> bool:
+        """Whether ``save_every`` names the last update."""
+        return self.save_every is not None and self.step_count % self.save_every == 0
+
+    def after_step(self, ends_epoch: bool = False) -> None:
+        """Check and save what is due after an update, and call back.
+
+        **Collective.**
+
+        Args:
+            ends_epoch: an epoch ends with the update: what is due then is saved when the epoch is closed.
+        """
         step, stop = self.step_count, self.parallel.stop_agreed
         if stop and self.saves.under_way:
             stop = self.saves.look(self._stop_asked)
@@ -332,7 +351,7 @@ class Trainer(RunFiles):
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.check_replicas()
         call_back(self, "on_step")
-        if self.save_every is not None and step % self.save_every == 0:
+        if self.save_due and not ends_epoch:
             self.save(wait=not self.async_save)
         self.saves.collect()
         self.agree_to_stop()

@@ -90,7 +90,13 @@ def train(run, step=0, moment="step", rank=0, mode="waits"):
         "weights": [parameter.numpy().tobytes().hex() for parameter in model.parameters()],
         "state": {name: flat.tobytes().hex() for name, flat in trainer.optimizer.state.items()},
         "history": trainer.history,
+        "log": logged(run) if world.rank == 0 else None,
     }
+
+
+def logged(run):
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [[row["kind"], row["epoch"], row["step"], row["loss"]] for row in rows if "epoch" in row]
 
 
 def noted(run, rank=0):

@@ -166,7 +166,7 @@ def a_plateau_is_seen_alike_and_survives_a_restart():
     assert factor < 1.0, "the plateau has come"
     by_average = same_on_all_ranks(whole.evaluate(test, ema=True))
     state = [whole.parallel.weights.tobytes(), whole.parallel._replica.average.array.tobytes()]
-    for stop in (1, 9, 12):  # inside an epoch, and at the end of one that is still to be closed
+    for stop in (1, 9, 12):  # inside an epoch, and at the end of one
         (path,) = (p for p in whole.folder.checkpoints.iterdir() if int(p.name.split("-")[1]) == stop)
         again = trainer_of(f"{shared}/again-{stop}")
         assert again.resume(path)
@@ -174,6 +174,13 @@ def a_plateau_is_seen_alike_and_survives_a_restart():
         assert again.callbacks[0].rates == whole.callbacks[0].rates[stop:]
         assert [again.parallel.weights.tobytes(), again.parallel._replica.average.array.tobytes()] == state
         assert again.evaluate(test, ema=True) == by_average
+    averaged = trainer_of(f"{shared}/averaged")
+    by_it = averaged.fit(train, **options, ema=True)
+    assert (
+        same_on_all_ranks(by_it[-1]["validation_loss"])
+        == averaged.evaluate(test, global_batch_size=options["global_batch_size"], ema=True)["loss"]
+    )
+    assert by_it[0]["validation_loss"] != history[0]["validation_loss"]
     world.comm.barrier()
     if folder is not None:
         folder.cleanup()
@@ -190,6 +197,14 @@ def ranks_that_ask_for_different_things():
             )
         else:
             assert size == 1
+    train = data.ArrayDataset(X, Y)
+    trainer = mpdp.Trainer(model_of(), nn.cross_entropy, optim.Lion(lr=0.1), precision="float64", ema=0.9)
+    try:
+        trainer.fit(train, epochs=1, global_batch_size=8, validation=train, ema=rank == 0, progress=False)
+    except DisagreementError as error:
+        assert "fit: expected the same ema on all ranks, got True on rank 0" in str(error), error
+    else:
+        assert size == 1
 
 
 for case in (

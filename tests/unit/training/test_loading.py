@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpdp
+import mpdp.threads
 from mpdp import nn, optim
 from mpdp.errors import CheckpointError
 from mpdp.training import checkpoint, manifest
@@ -49,18 +50,79 @@ def test_a_widened_model_comes_back_wide(tmp_path):
     assert found[0].weight.dtype == np.float64 and np.array_equal(found[0].weight.data, model[0].weight.data)
 
 
-def test_averaged_weights(tmp_path):
+def averaging(run_dir, precision="float32", placement="replicated", ema=0.5):
+    mpdp.seed(1)
+    model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 3))
+    model[3].bias.requires_grad = False
+    return mpdp.Trainer(
+        model, nn.cross_entropy, optim.Adam(lr=0.1), run_dir=run_dir, precision=precision, placement=placement, ema=ema
+    )  # fmt: skip
+
+
+def of_its_average(trainer):
+    with trainer.averaged():
+        return trainer.parallel.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    ("placement", "size"), [("replicated", 1), ("replicated", 3), ("root", 3), ("sharded", 1), ("sharded", 3)]
+)
+def test_averaged_weights_have_the_bits_of_the_trainer_that_saved(tmp_path, placement, size, precision):
+    def rank():
+        trainer = averaging(tmp_path, precision, placement)
+        for step in range(3):
+            x = np.random.default_rng([step, trainer.world.rank]).standard_normal((4, 40))
+            trainer.step((x.astype("float64" if precision == "float64" else "float32"), np.arange(4) % 3))
+        trainer.save()
+        return trainer.parallel.state_dict(), of_its_average(trainer)
+
+    weights, average = mpdp.threads.run(rank, size)[0]
+    for expected, ema in ((weights, False), (average, True)):
+        model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 3))
+        if precision == "float64":
+            model = nn.Sequential(
+                nn.Linear(40, 300, dtype="float64"), nn.BatchNorm1d(300, dtype="float64"), nn.ReLU(),
+                nn.Linear(300, 3, dtype="float64"),
+            )  # fmt: skip
+        found = mpdp.load_model(tmp_path, model, ema=ema).state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype and found[name].tobytes() == value.tobytes(), name
+    assert any(weights[name].tobytes() != average[name].tobytes() for name in weights)
+
+
+def test_an_average_of_no_update_is_the_weights(tmp_path):
+    trainer = averaging(tmp_path)
+    trainer.save()
+    found = mpdp.load_model(tmp_path, averaging(None, ema=None).model, ema=True).state_dict()
+    assert all(np.array_equal(found[name], value) for name, value in of_its_average(trainer).items())
+
+
+def test_a_checkpoint_without_an_average(tmp_path):
+    """Also where an older one has it: asked for is that of the newest."""
+    trainer = averaging(tmp_path)
+    trainer.step((np.ones((2, 40), "float32"), np.zeros(2, int)))
+    first = trainer.save()
+    plain = averaging(tmp_path, ema=None)
+    assert plain.resume()
+    second = plain.save()
+    for path in (tmp_path, second):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"checkpoint {second}: expected one with averaged weights, got one without; train with ema=",
+        ):
+            mpdp.load_model(path, plain.model, ema=True)
+    assert mpdp.load_model(first, plain.model, ema=True) is plain.model
+
+
+def test_averaged_weights_of_a_model_that_is_made_anew(tmp_path):
     model = nn.models.mlp((3, 2))
-    path = saved(tmp_path / "without", model)
-    with pytest.raises(
-        CheckpointError, match=r"expected one with averaged weights, got one without; train with ema="
-    ):
-        mpdp.load_model(path, ema=True)
-    trainer = mpdp.Trainer(model, nn.cross_entropy, optim.SGD(lr=0.1), run_dir=tmp_path / "with", ema=0.5)
+    trainer = mpdp.Trainer(model, nn.cross_entropy, optim.SGD(lr=0.1), run_dir=tmp_path, ema=0.5)
     for _ in range(3):
         trainer.step((np.ones((2, 3), "float32"), np.zeros(2, int)))
     trainer.save()
-    found = mpdp.load_model(tmp_path / "with", ema=True)
+    found = mpdp.load_model(tmp_path, ema=True)
     with trainer.averaged():
         assert np.array_equal(found[0].weight.data, model[0].weight.data)
     assert not np.array_equal(found[0].weight.data, model[0].weight.data)

@@ -308,9 +308,9 @@ def test_callbacks_are_called_in_order(tmp_path):
     assert calls == [
         ("step", 1),
         ("step", 2),
-        ("checkpoint", "step-0000000002"),
         ("validation", ["accuracy", "loss"]),
         ("epoch", 1, 1),
+        ("checkpoint", "step-0000000002"),
     ]
 
 

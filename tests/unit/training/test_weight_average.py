@@ -87,6 +87,50 @@ def test_evaluation_by_the_average_is_that_of_a_model_that_has_it(precision):
     assert [host(trainer.parallel.weights).tobytes(), trainer.evaluate(dataset)] == before
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_validation_in_fit_by_the_average(precision, tmp_path):
+    """What is logged is the average's, and what follows it; what is trained has the same bits."""
+    train, test = data.ArrayDataset(X[:16], Y[:16]), data.ArrayDataset(X[16:], Y[16:])
+    seen = []
+
+    class Compare(mpdp.Callback):
+        def on_validation(self, trainer, metrics):
+            options = {"metrics": [nn.accuracy], "global_batch_size": 4}
+            assert metrics == trainer.evaluate(test, ema=True, **options)
+            seen.append(metrics["loss"] != trainer.evaluate(test, **options)["loss"])
+
+    results = []
+    for ema in (False, True):
+        plateau = optim.ReduceOnPlateau(patience=0, threshold=0.0)
+        trainer = trainer_of(
+            0.95, precision=precision, schedule=plateau, run_dir=tmp_path / str(ema), keep_best="validation_loss",
+            callbacks=[Compare()] if ema else [],
+        )  # fmt: skip
+        fed = []
+        plateau.observe = fed.append
+        options = {"epochs": 6, "global_batch_size": 4, "validation": test, "metrics": [nn.accuracy]}
+        history = trainer.fit(train, progress=False, ema=ema, **options)
+        assert fed == history and len(history) == 6
+        best = min(history, key=lambda row: row["validation_loss"])
+        assert int(mpdp.best_checkpoint(tmp_path / str(ema)).name.split("-")[1]) == best["step"]
+        results.append((history, weights_of(trainer)))
+    assert seen == [True] * 6
+    (plain, weights), (averaged, others) = results
+    assert [row["loss"] for row in plain] == [row["loss"] for row in averaged]
+    assert all(a["validation_loss"] != b["validation_loss"] for a, b in zip(plain, averaged))
+    close(others, weights, 0)
+
+
+def test_validation_by_the_average_needs_both():
+    train = data.ArrayDataset(X, Y)
+    with pytest.raises(
+        ValueError, match=r"ema: expected validation= beside it .*, got none; pass validation"
+    ):
+        trainer_of().fit(train, epochs=1, global_batch_size=8, ema=True)
+    with pytest.raises(ValueError, match=r"ema: expected a trainer that keeps an average .* pass ema=0.999"):
+        trainer_of(ema=None).fit(train, epochs=1, global_batch_size=8, validation=train, ema=True)
+
+
 def test_training_is_the_same_with_and_without():
     runs = []
     for ema in (None, 0.9):
