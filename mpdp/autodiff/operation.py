@@ -30,14 +30,14 @@ class Operation:
 
     All floating arrays share one dtype. The inputs at the positions in ``wide`` may be float32 where that dtype has
     16 bits; a parameter at such a position is read as its float32 master also where others are read as their
-    working copies.
+    working copies. The first ``floats`` inputs have to be floating: kernels write results in their dtype.
 
     Raises:
-        TypeError: floating dtypes that differ, or an argument that is none of the above.
+        TypeError: floating dtypes that differ, no floats where they are needed, or an argument that is none of these.
         DeviceMismatchError: arrays on different devices.
     """
 
-    __slots__ = ("backward", "forward", "joins", "key", "name", "pairs", "wide")
+    __slots__ = ("backward", "floats", "forward", "joins", "key", "name", "pairs", "wide")
 
     again = None  # a part of the graph that is computed again has a method here
 
@@ -49,8 +49,10 @@ class Operation:
         wide: tuple[int, ...] = (),
         pairs: bool = False,
         joins: tuple[int, ...] = (),
+        floats: int = 0,
     ) -> None:
         self.name = name
+        self.floats = floats
         self.pairs = pairs  # whether the backward rule adds two parts of its gradient itself
         self.joins = joins  # positions of inputs whose gradient so far the backward rule adds its own to
         self.wide = frozenset(wide)
@@ -94,8 +96,13 @@ class Operation:
             if first is None:
                 first = value
             dtype = value.dtype
-            if dtype is not floating and (floating is None or dtype != floating) and is_floating(dtype):
-                if floating is None:
+            if dtype is not floating and (floating is None or dtype != floating):
+                if not is_floating(dtype):
+                    if len(arrays) <= self.floats:
+                        raise TypeError(
+                            f"{self.name}: expected floating inputs, got {dtype}; convert it with .astype(...)"
+                        )
+                elif floating is None:
                     floating = dtype
                 elif len(arrays) - 1 not in self.wide or dtype != wide(floating):
                     raise self._mixed(arrays)

@@ -34,8 +34,8 @@ def _self_attention_backward(
     return (gradient.reshape(*shape[:2], 3 * shape[3] * shape[4]),)
 
 
-_apply_attention = Operation("attention", _attention, _attention_backward)
-_apply_self_attention = Operation("self_attention", _self_attention, _self_attention_backward)
+_apply_attention = Operation("attention", _attention, _attention_backward, floats=3)
+_apply_self_attention = Operation("self_attention", _self_attention, _self_attention_backward, floats=1)
 
 
 def attention(

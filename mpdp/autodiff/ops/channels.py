@@ -80,8 +80,12 @@ def _scale_channels_backward(k, saved, g, wants, mean, rstd, relu):
     return x, _written(wants[1], gain), _written(wants[2], shift), None if wants[3] is None else g
 
 
-_apply_batch_norm = Operation("batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2), pairs=True)
-_apply_scale_channels = Operation("scale_channels", _scale_channels, _scale_channels_backward, wide=(1, 2))
+_apply_batch_norm = Operation(
+    "batch_norm", _batch_norm, _batch_norm_backward, wide=(1, 2), pairs=True, floats=1
+)
+_apply_scale_channels = Operation(
+    "scale_channels", _scale_channels, _scale_channels_backward, wide=(1, 2), floats=1
+)
 
 
 def batch_norm(

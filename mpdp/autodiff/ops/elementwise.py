@@ -89,10 +89,10 @@ exp = Operation("exp", _exp, _exp_backward)
 log = Operation("log", _log, _log_backward)
 sqrt = Operation("sqrt", _sqrt, _sqrt_backward)
 tanh = Operation("tanh", _tanh, _tanh_backward)
-sigmoid = Operation("sigmoid", _sigmoid, _sigmoid_backward)
+sigmoid = Operation("sigmoid", _sigmoid, _sigmoid_backward, floats=1)
 relu = Operation("relu", _relu, _relu_backward)
-gelu = Operation("gelu", _gelu, _gelu_backward)
-_drop = Operation("dropout", _dropout, _dropout_backward)
+gelu = Operation("gelu", _gelu, _gelu_backward, floats=1)
+_drop = Operation("dropout", _dropout, _dropout_backward, floats=1)
 _cast = Operation("astype", _astype, _astype_backward, wide=(0,))
 
 

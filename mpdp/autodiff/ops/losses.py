@@ -64,8 +64,10 @@ def _scaled_backward(k, scale, g, wants, count):
     return (g * scale,)
 
 
-_apply_cross_entropy = Operation("cross_entropy", _cross_entropy, _cross_entropy_backward)
-_apply_squared_error = Operation("squared_error", _squared_error, _squared_error_backward, wide=(1,))
+_apply_cross_entropy = Operation("cross_entropy", _cross_entropy, _cross_entropy_backward, floats=1)
+_apply_squared_error = Operation(
+    "squared_error", _squared_error, _squared_error_backward, wide=(1,), floats=1
+)
 _apply_scaled = Operation("mean_of_sum", _scaled, _scaled_backward)
 
 

@@ -110,12 +110,14 @@ def _parameter(k, want, shape, dtype, kernel, *arrays):
     return kernel(*arrays, k.xp.empty(math.prod(shape), dtype), 0.0).reshape(shape)
 
 
-_apply_softmax = Operation("softmax", _softmax, _softmax_backward)
-_apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward)
-_apply_layer_norm = Operation("layer_norm", _layer_norm, _layer_norm_backward, wide=(1, 2), joins=(0,))
-_apply_norm_sum = Operation("sum_before_norm", _norm_sum, _norm_sum_backward, wide=(2, 3))
+_apply_softmax = Operation("softmax", _softmax, _softmax_backward, floats=1)
+_apply_log_softmax = Operation("log_softmax", _log_softmax, _log_softmax_backward, floats=1)
+_apply_layer_norm = Operation(
+    "layer_norm", _layer_norm, _layer_norm_backward, wide=(1, 2), joins=(0,), floats=1
+)
+_apply_norm_sum = Operation("sum_before_norm", _norm_sum, _norm_sum_backward, wide=(2, 3), floats=2)
 _apply_summed_norm = Operation("norm_of_sum", _summed_norm, _summed_norm_backward, wide=(1, 2), joins=(0,))
-_apply_rms_norm = Operation("rms_norm", _rms_norm, _rms_norm_backward, wide=(1,))
+_apply_rms_norm = Operation("rms_norm", _rms_norm, _rms_norm_backward, wide=(1,), floats=1)
 
 
 def softmax(x: Any, axis: int = -1) -> Tensor:

@@ -70,7 +70,7 @@ def _done(want, into, array):
     return array if into is None or into[0] is None else want
 
 
-linear = Operation("linear", _linear, _linear_backward)
+linear = Operation("linear", _linear, _linear_backward, floats=1)
 """``linear(x, weight, bias=None, activation=None)``: ``x @ weight.T + bias`` of x (..., i), weight (o, i), bias (o,).
 
 ``activation`` is applied to the result in the same pass: None, ``"relu"`` or ``"gelu"`` (the tanh form).

@@ -62,10 +62,12 @@ def _global_avg_pool2d_backward(k, shape, g, wants):
     return (k.global_avg_pool2d_backward(g, shape),)
 
 
-_apply_conv2d = Operation("conv2d", _conv2d, _conv2d_backward)
+_apply_conv2d = Operation("conv2d", _conv2d, _conv2d_backward, floats=1)
 _apply_max_pool2d = Operation("max_pool2d", _max_pool2d, _max_pool2d_backward)
-_apply_avg_pool2d = Operation("avg_pool2d", _avg_pool2d, _avg_pool2d_backward)
-_apply_global_avg_pool2d = Operation("global_avg_pool2d", _global_avg_pool2d, _global_avg_pool2d_backward)
+_apply_avg_pool2d = Operation("avg_pool2d", _avg_pool2d, _avg_pool2d_backward, floats=1)
+_apply_global_avg_pool2d = Operation(
+    "global_avg_pool2d", _global_avg_pool2d, _global_avg_pool2d_backward, floats=1
+)
 
 
 def conv2d(

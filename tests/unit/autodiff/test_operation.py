@@ -127,6 +127,30 @@ def test_dtypes_must_be_equal():
     assert (x + y.astype("float32")).dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "bool", "complex64"])
+def test_what_writes_results_in_the_dtype_of_its_input_wants_floats(dtype):
+    rows, images, weight = xp.ones((2, 4), dtype), xp.ones((2, 3, 5, 5), dtype), xp.ones((3, 4), "f4")
+    one, filters = xp.ones(4, "f4"), xp.ones((4, 3, 3, 3), "f4")
+    for call in (
+        lambda: ops.linear(rows, weight),
+        lambda: ops.conv2d(images, filters),
+        lambda: ops.avg_pool2d(images, 2),
+        lambda: ops.global_avg_pool2d(images),
+        lambda: ops.layer_norm(rows, one, one),
+        lambda: ops.rms_norm(rows, one),
+        lambda: ops.softmax(rows),
+        lambda: ops.log_softmax(rows),
+        lambda: ops.gelu(rows),
+        lambda: ops.sigmoid(rows),
+        lambda: ops.cross_entropy(rows, xp.zeros(2, "i8")),
+        lambda: ops.squared_error(rows, xp.ones((2, 4), "f4")),
+    ):
+        with pytest.raises(TypeError, match=rf"expected floating inputs, got {dtype}; convert it with"):
+            call()
+    with pytest.raises(TypeError, match=rf"linear: expected floating inputs, got {dtype}"):
+        ops.linear(rows, Tensor(weight, requires_grad=True))
+
+
 def test_scalars_are_weak():
     x = Tensor(xp.ones(2, "f4"))
     for scalar in (2, 2.0, True, np.float64(2), np.int64(2), np.float16(2)):
