@@ -37,7 +37,7 @@ def check_dataset(dataset: Any) -> int:
     **Local.**
 
     Raises:
-        TypeError: it has no ``__len__`` or no ``__getitem__``.
+        TypeError: it has no ``__len__`` or no ``__getitem__``, or is a tuple of arrays that are no samples.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(
         dataset, (str, dict)
@@ -46,6 +46,13 @@ def check_dataset(dataset: Any) -> int:
             f"dataset: expected an object with __len__ and __getitem__, got {type(dataset).__name__}; "
             "wrap arrays in data.ArrayDataset(x, y)"
         )
+    if isinstance(dataset, tuple) and dataset and all(is_array(item) for item in dataset):
+        shapes = [item.shape for item in dataset]
+        if len(set(shapes)) > 1:  # inputs and targets, not samples
+            raise TypeError(
+                f"dataset: expected an object with __len__ and __getitem__, got a tuple of arrays of shapes "
+                f"{', '.join(map(str, shapes))}; wrap arrays in data.ArrayDataset(x, y)"
+            )
     return len(dataset)
 
 
@@ -134,13 +141,20 @@ def stack(items: list[Any], indices: Any) -> Any:
 
     Raises:
         ValueError: samples of unequal structure or shape; the message names the samples.
-        TypeError: samples that are not numbers.
+        TypeError: samples that are not numbers, or None.
 
     Example:
         >>> stack([(1.0, 2), (3.0, 4)], [0, 1])
         (array([1., 3.]), array([2, 4]))
     """
-    return _stack(items, [int(i) for i in indices], "sample")
+    numbers = [int(i) for i in indices]
+    for item, index in zip(items, numbers):
+        if item is None:
+            raise TypeError(
+                f"sample: expected (x, y), a dict or an array, got None in sample {index}; "
+                "does __getitem__ return what it makes?"
+            )
+    return _stack(items, numbers, "sample")
 
 
 def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

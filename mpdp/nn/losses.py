@@ -84,7 +84,7 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
 
     Raises:
         ValueError: shapes that do not fit, or a target out of range (on the CPU, at once).
-        TypeError: targets that are not integers.
+        TypeError: targets that are not integers, or None.
         DeviceMismatchError: output and target on different devices.
 
     Example:
@@ -94,6 +94,8 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
         (1.3863, 1.0)
     """
     logits, labels = unwrap(output), unwrap(target)
+    if labels is None:
+        raise _no_target("cross_entropy")
     if not hasattr(labels, "dtype"):
         labels = np.asarray(labels)
     if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
@@ -110,6 +112,12 @@ def cross_entropy(output: Any, target: Any, ignore_index: int = -100) -> Loss:
     return Loss(ops.cross_entropy(output, labels, ignore_index, count), count)
 
 
+def _no_target(loss: str) -> TypeError:
+    return TypeError(
+        f"target: expected an array for {loss}, got None; give samples (x, y), as data.ArrayDataset(x, y) does"
+    )
+
+
 def mse(output: Any, target: Any) -> Loss:
     """Return the mean of (output - target)^2 over all elements; the count is their number. **Local.**
 
@@ -119,8 +127,11 @@ def mse(output: Any, target: Any) -> Loss:
 
     Raises:
         ValueError: different shapes: (N, 1) against (N,) would broadcast to N * N differences.
+        TypeError: no target.
     """
-    shape, other = unwrap(output).shape, unwrap(target).shape
+    if target is None:
+        raise _no_target("mse")
+    shape, other = unwrap(output).shape, np.shape(unwrap(target))
     if shape != other:
         raise ValueError(f"target: expected shape {shape} of the output, got {other}; reshape one of them")
     return Loss(ops.squared_error(output, target), float(unwrap(output).size))
@@ -138,10 +149,12 @@ def check_class_indices(target: Any, classes: int, ignore_index: int | None = -1
         0-d float64 array.
 
     Raises:
-        TypeError: another dtype than integers.
+        TypeError: another dtype than integers, or None.
         ValueError: an index out of 0..C-1, with the first sample that has one.
     """
     target = unwrap(target)
+    if target is None:
+        raise _no_target("cross_entropy")
     if target.dtype.kind not in "iu":
         raise TypeError(
             f"target: expected integer class indices, got {target.dtype}; convert them with .astype(int64), "

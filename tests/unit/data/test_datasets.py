@@ -101,6 +101,16 @@ def test_array_dataset():
             TypeError,
             r"__len__ and __getitem__, got list_iterator; wrap arrays in",
         ),
+        (
+            lambda: check_dataset((X, Y)),
+            TypeError,
+            r"got a tuple of arrays of shapes \(10, 2\), \(10,\); wrap arrays in data.ArrayDataset",
+        ),
+        (
+            lambda: take([X, None, None], np.arange(3)),
+            TypeError,
+            r"sample: expected \(x, y\), a dict or an array, got None in sample 1; does __getitem__ return",
+        ),
         (lambda: check_dataset({"x": X}), TypeError, r"__len__ and __getitem__, got dict"),
     ],
 )

@@ -152,6 +152,18 @@ def test_bad_targets():
         nn.mse(xp.zeros(2, "f4"), xp.zeros(2))
 
 
+def test_a_missing_target_is_named():
+    output = xp.zeros((2, 3), "f4")
+    for loss in (nn.cross_entropy, nn.mse):
+        with pytest.raises(
+            TypeError,
+            match=rf"target: expected an array for {loss.__name__}, got None; give samples \(x, y\)",
+        ):
+            loss(output, None)
+    with pytest.raises(TypeError, match=r"target: expected an array for cross_entropy, got None"):
+        nn.check_class_indices(None, 3)
+
+
 def test_check_class_indices():
     assert nn.check_class_indices(put([1, -100, 2]), 3) == 2
     assert nn.check_class_indices(Tensor(put([1, 2])), 3, None) == 2
