@@ -197,6 +197,13 @@ class Group:
 
     def _join(self, rank: int, device: Device | str, transport: str, timeout: float) -> World:
         """Make the world as a rank sees it. **Collective.**"""
+        module = _being_imported() if self.size > 1 else None
+        if module is not None:
+            raise LaunchError(
+                f"init: expected a call outside of an import where ranks are threads, got one while {module} is "
+                "imported, which one rank does and the others wait for; call it in the script or in a function, or "
+                "start processes"
+            )
         activity = self._activities[rank]
         host = ThreadCommunicator(self._meeting, rank, activity)
         asked = worlds.wanted(transport)
@@ -310,6 +317,18 @@ class _Ended(RankFailedError):
     """Raised inside a rank that goes on when another has failed."""
 
     secondary = True
+
+
+def _being_imported() -> str | None:
+    """Return the name of the module that the calling thread is importing, or None. **Local.**"""
+    frame, module = sys._getframe(), None
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            module = str(frame.f_globals.get("__name__"))
+        elif frame.f_code.co_name == "_find_and_load" and "importlib" in frame.f_code.co_filename:
+            return module or "a module"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _use(device: Device) -> None:

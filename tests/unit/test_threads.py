@@ -1,5 +1,6 @@
 """A world of threads: what ranks get, what they share, and how one that fails ends all."""
 
+import sys
 import threading
 import time
 
@@ -155,6 +156,22 @@ def test_a_rank_that_ends_while_others_wait_is_an_error():
 
     with pytest.raises(RankFailedError, match="got rank 1 ended while rank 0 waits; run the same code"):
         threads.run(rank, 3)
+
+
+def test_joining_while_a_module_is_imported_is_an_error(tmp_path, monkeypatch):
+    """The other ranks wait for the import, inside of Python's lock on the module, and would do so forever."""
+    (tmp_path / "joins_at_import.py").write_text("import mpdp\nworld = mpdp.init(device='cpu')\n")
+    (tmp_path / "imports_it.py").write_text("from joins_at_import import world\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(
+        LaunchError, match=r"init: expected a call outside of an import .* while joins_at_import is imported"
+    ):
+        threads.run(lambda: __import__("imports_it").world.rank, 2)
+    assert time.monotonic() - began < 10
+    assert threads.run(lambda: __import__("imports_it").world.rank, 1) == [0]
+    for module in ("imports_it", "joins_at_import"):
+        del sys.modules[module]
 
 
 def test_a_rank_that_does_not_come_is_reported_with_its_stack():
