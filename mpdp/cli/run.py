@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,10 @@ def _hosts(text: str) -> tuple[Host, ...]:
 
 
 def _script(text: str) -> str:
+    if re.fullmatch(r"python[0-9.]*", os.path.basename(text)):
+        raise argparse.ArgumentTypeError(
+            f"script: expected a script, got {text!r}; leave it out, ranks run the Python of mpdp"
+        )
     if not os.path.isfile(text):  # False also where a name is too long
         raise argparse.ArgumentTypeError(f"script: expected a file that exists, got {text!r}; check the path")
     return text

@@ -69,6 +69,11 @@ def test_with_hosts_there_is_a_rank_a_slot(script, mpich, capsys):
     [
         (["no_such_file.py"], "script: expected a file that exists, got 'no_such_file.py'; check the path"),
         (["."], "script: expected a file that exists, got '.'"),
+        (
+            ["python", "{script}"],
+            "script: expected a script, got 'python'; leave it out, ranks run the Python",
+        ),
+        ([sys.executable, "{script}"], f"script: expected a script, got {sys.executable!r}; leave it out"),
         (["-n", "0", "{script}"], "n: expected a number of processes of at least 1, got '0'"),
         (["-n", "-2", "{script}"], "n: expected a number of processes of at least 1, got '-2'"),
         (["-n", "two", "{script}"], "n: expected a number of processes of at least 1, got 'two'"),
