@@ -394,8 +394,10 @@ class Guard:
             self.report("KeyboardInterrupt")
             return
         where = "" if thread is None or thread is threading.main_thread() else f" (in thread {thread.name!r})"
-        agreed = " (on all ranks)" if getattr(error, "agreed", False) else ""
-        self.report(_summary(error) + where + agreed, "".join(traceback.format_exception(error)))
+        summary = _summary(error) + where
+        if getattr(error, "agreed", False) and not summary.endswith("(on every rank)"):
+            summary += " (on all ranks)"
+        self.report(summary, "".join(traceback.format_exception(error)))
 
     def _write(self, line: str, body: str) -> None:
         assert self.announcement is not None

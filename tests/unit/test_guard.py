@@ -251,6 +251,18 @@ def test_an_agreed_error_is_printed_by_rank_0(make, capfd):
     )
 
 
+def test_an_agreed_error_says_once_on_which_ranks_it_was(make, capfd):
+    make(rank=0)
+    error = ValueError("lr: too large (on every rank)")
+    error.agreed = True
+    error = raised(error)
+    with pytest.raises(Ended):
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert capfd.readouterr().err.startswith(
+        "[0/4] error in step 12: ValueError: lr: too large (on every rank)\n"
+    )
+
+
 def test_the_other_ranks_wait_for_rank_0_to_print_an_agreed_error(make, capfd):
     guard = make(rank=1)
     threading.Timer(0.1, setattr, (guard.ring, "failure", "rank 0 failed")).start()
