@@ -411,8 +411,8 @@ class DataParallel:
         """
         if self._agreed is None:
             raise ValueError(
-                "step: expected a backward() with final=True before it, got none since the last step; "
-                "call backward on every rank, with None where there is no sample"
+                "step: expected a backward() with final=True before it, got none since the last step; call it on this "
+                "object (loss.backward() reduces nothing) and every rank, with None where there is no sample"
             )
         self.bind_optimizer(optimizer)
         lr = optimizer.lr if lr is None else lr
