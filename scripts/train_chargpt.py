@@ -35,16 +35,17 @@ def read_text(path):
     return np.minimum(codes, VOCABULARY - 1).astype(np.uint8)
 
 
-def write_sample(model, prompt, length, seed):
+def write_sample(trainer, prompt, length, seed):
     """Return ``prompt`` and ``length`` more characters, each drawn from the model's distribution."""
     xp = mpdp.current_world().device.xp
-    model.eval()
+    model = trainer.model.eval()
     symbols = [min(ord(c), VOCABULARY - 1) for c in prompt]
     draws = mpdp.random.uniform(mpdp.random.derive_key(seed, "sample"), length)
     with mpdp.no_grad():
         for draw in draws:
             window = xp.asarray([symbols[-model.context :]], dtype=np.int64)
-            logits = model(window).data[0, -1].astype(np.float64)
+            # Not model(window): with sharded weights in 16 bits the model by itself has no float32 ones.
+            logits = trainer.parallel(window).data[0, -1].astype(np.float64)
             logits = logits if xp is np else xp.asnumpy(logits)
             chances = np.exp((logits - logits.max()) / 0.8)
             symbols.append(int(np.searchsorted(np.cumsum(chances) / chances.sum(), draw)))
@@ -140,7 +141,7 @@ def main():
             row = {"seed": arguments.seed, "updates": trainer.step_count, "bits": bits}
             arguments.json.write_text(json.dumps(row) + "\n")
         print(f"test loss {bits:.4f} bits a character after {trainer.step_count} updates")
-        print(write_sample(model, "def ", arguments.sample, arguments.seed))
+        print(write_sample(trainer, "def ", arguments.sample, arguments.seed))
         print(f"run directory {trainer.run_dir}", flush=True)
 
 

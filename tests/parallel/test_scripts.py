@@ -92,8 +92,12 @@ def test_a_character_gpt_in_16_bits(job, tmp_path):
     sizes = ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--updates", "12")
     words = (*sizes, "--text", text, "--sample", "12", "--precision", "bfloat16")
     bits = []
-    for n in (1, 2):
+    for n, placement in (
+        (1, "replicated"),
+        (2, "sharded"),
+    ):  # the sample is written by rank 0, from sharded weights
         folder = tmp_path / str(n)
+        words = (*words, "--placement", placement)
         result = job(SCRIPTS / "train_chargpt.py", *words, "--run-dir", folder, n=n, timeout=60).check()
         found = re.search(
             r"^test loss (\d\.\d{4}) bits a character after 12 updates\ndef .*", result.output, re.MULTILINE
