@@ -14,7 +14,7 @@ from numpy import generic, ndarray
 from .. import kernels
 from ..device import same_device
 from ..kernels.cpu import KERNELS
-from ..kernels.precision import is_floating, wide
+from ..kernels.precision import is_floating, is_half, wide
 from .recording import Node, recording
 from .tensor import Tensor, make
 
@@ -126,9 +126,13 @@ class Operation:
         return make(out, Node(self, sources, saved, attrs, k, out.shape, out.dtype))
 
     def _mixed(self, arrays: list[Any]) -> TypeError:
-        names = ", ".join(str(x.dtype) for x in arrays if hasattr(x, "dtype"))
+        dtypes = [x.dtype for x in arrays if hasattr(x, "dtype")]
+        half = any(
+            is_half(dtype) for dtype in dtypes
+        )  # working copies, and an array that a wrapper would have rounded
         return TypeError(
-            f"{self.name}: expected floating inputs of one dtype, got {names}; convert one with .astype(...)"
+            f"{self.name}: expected floating inputs of one dtype, got {', '.join(map(str, dtypes))}; convert one with "
+            ".astype(...)" + (", or call the model through its trainer or trainer.parallel" if half else "")
         )
 
 
