@@ -203,6 +203,13 @@ def current_world() -> World:
     return init()
 
 
+def joined(world: Any) -> World:
+    """Return the world that a wrapper was given, or the current one for None; refuse a communicator. **Local.**"""
+    if world is not None and not isinstance(world, World):
+        raise TypeError(f"world: expected what mpdp.init() returns, got {type(world).__name__}; leave it out")
+    return current_world() if world is None else world
+
+
 def say(rank: int, size: int, level: str, message: str) -> None:
     """Write ``[rank/size] level message`` on stderr; a closed stream is no reason to stop. **Local.**"""
     with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -20,7 +20,7 @@ from ..comm.agreement import compare, together
 from ..errors import on_all_ranks
 from ..nn import Module
 from ..optim import LossScale, Optimizer, WeightAverage
-from ..world import World, init
+from ..world import World, joined
 from . import averaging, non_finite
 from .arena import GradientArena
 from .collectives import AxisPeers, average_trained
@@ -94,7 +94,7 @@ class DataParallel:
         seed: int = 0,
         nominal_count: float = 1.0,
     ) -> None:
-        self.world = world if world is not None else init()
+        self.world = joined(world)
         self.comm = self.world.axis("data")
         self.model = model
         self.seed = seed

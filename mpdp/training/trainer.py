@@ -21,7 +21,7 @@ from ..parallel.forms import leading_length
 from ..parallel.late_loss import LateLoss
 from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
-from ..world import World, init
+from ..world import World, joined
 from . import arguments, evaluation
 from .callbacks import Callback
 from .calling import agree_to_stop, call_back
@@ -131,7 +131,7 @@ class Trainer(RunFiles):
         ema: float | None = None,
         on_divergence: str = "stop",
     ) -> None:
-        self.world = world if world is not None else init()
+        self.world = joined(world)
         comm = self.world.axis("data")
         self.depth = 0  # of public calls inside one another
         self.schedule = schedule if schedule is not None else constant()

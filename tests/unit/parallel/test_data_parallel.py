@@ -20,6 +20,19 @@ def wrapped(**options):
     return mpdp.DataParallel(model, **options)
 
 
+@pytest.mark.parametrize("world", [2, "comm"])
+def test_a_world_is_no_communicator(world):
+    world = mpdp.init().comm if world == "comm" else world
+    for wrap in (
+        mpdp.DataParallel,
+        lambda model, world: mpdp.Trainer(model, nn.cross_entropy, optim.SGD(lr=0.1), world=world),
+    ):
+        with pytest.raises(
+            TypeError, match=r"world: expected what mpdp.init\(\) returns, got .*; leave it out"
+        ):
+            wrap(nn.Linear(2, 2), world)
+
+
 def test_parameters_are_views_that_never_move():
     parallel = wrapped()
     optimizer = optim.SGD(lr=0.1, momentum=0.9)
