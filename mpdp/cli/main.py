@@ -34,9 +34,18 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
+    from .. import guard
     from ..bench import main as bench
+    from ..errors import MissingDependencyError
 
-    return bench(list(arguments))
+    try:
+        return bench(list(arguments))
+    except MissingDependencyError as error:
+        there = guard.current.announcement
+        if there is not None and there.size > 1:
+            raise  # one report of the ranks
+        sys.stderr.write(f"mpdp bench: error: {error}\n")
+        return 1
 
 
 def _doctor(arguments: Sequence[str]) -> int:

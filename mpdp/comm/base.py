@@ -83,6 +83,8 @@ class Communicator(ABC):
             None where the ranks do not wait for one another at each chunk.
         capturable: collectives of GPU arrays can be captured into a graph.
         spans: notes when messages travel, while a timeline is taken; else None.
+        layouts: by digest, the number of each layout that is reduced over these ranks, counted in the order of their
+            reducers, which is that of all ranks.
     """
 
     transport = "none"
@@ -96,6 +98,7 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.activity = activity if activity is not None else Activity()
+        self.layouts: dict[int, int] = {}
 
     # -- memory
 

@@ -45,7 +45,7 @@ class Layout:
         trainable: the trainable entries.
         trainable_size: elements of the trainable zone, a multiple of 4096.
         size: elements in all.
-        digest: 63-bit hash of names, shapes and ranges.
+        digest: 63-bit hash of names, shapes and ranges, and of the number that :meth:`count` has given.
 
     Example:
         >>> layout = Layout({"weight": (10, 30), "bias": (10,)})
@@ -84,8 +84,30 @@ class Layout:
         self.entries = tuple(entries)
         self.trainable = tuple(entry for entry in entries if entry.trainable)
         self._by_name = {entry.name: entry for entry in entries}
-        text = json.dumps([BLOCK, SPAN, [[e.name, e.shape, e.start, e.trainable] for e in entries]])
-        self.digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        self._text = json.dumps([BLOCK, SPAN, [[e.name, e.shape, e.start, e.trainable] for e in entries]])
+        self.digest = self._hash(0)
+
+    def _hash(self, number: int) -> int:
+        text = f"{number} {self._text}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    def count(self, layouts: dict[int, int]) -> None:
+        """Tell this layout from others of equal models: take the next number, and note it by the digest. **Local.**
+
+        Args:
+            layouts: of a communicator, equal on all ranks.
+
+        Example:
+            >>> numbers = {}
+            >>> one, other = Layout({"weight": (10,)}), Layout({"weight": (10,)})
+            >>> one.count(numbers), other.count(numbers)
+            (None, None)
+            >>> numbers == {one.digest: 1, other.digest: 2}
+            True
+        """
+        number = len(layouts) + 1
+        self.digest = self._hash(number)
+        layouts[self.digest] = number
 
     def __getitem__(self, name: str) -> Entry:
         try:

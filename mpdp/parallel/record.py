@@ -177,11 +177,13 @@ def _raise_difference(
     comm: Communicator, kind: Kind, step: int, layout: int | None, rate: float | None
 ) -> None:
     """Gather who is where, and raise it on all ranks: each of them saw that they differ."""
-    texts = comm.all_gather_bytes(json.dumps([int(kind), step, layout, rate]).encode())
+    number = None if layout is None else comm.layouts.get(layout)
+    texts = comm.all_gather_bytes(json.dumps([int(kind), step, layout, rate, number]).encode())
     places: dict[tuple[int, int, int | None], list[int]] = {}
     rates: dict[float, list[int]] = {}
+    numbers: dict[int | None, int | None] = {}
     for rank, text in enumerate(texts):
-        k, s, l, own_rate = json.loads(text)
+        k, s, l, own_rate, numbers[l] = json.loads(text)
         places.setdefault((k, s, l), []).append(rank)
         rates.setdefault(own_rate, []).append(rank)
     if len(places) == 1:
@@ -192,10 +194,17 @@ def _raise_difference(
                 "schedule goes by, on every rank alike"
             )
         )
+    same_call = len({(k, s) for k, s, _ in places}) == 1
+
+    def model(l: int | None) -> str:
+        return f" of model {numbers[l]}" if same_call and numbers[l] else ""
+
     listed = "; ".join(
-        f"rank {', '.join(map(str, ranks))} in {_CALLS[Kind(k)]} at step {s}"
-        for (k, s, _), ranks in places.items()
+        f"rank {', '.join(map(str, ranks))} in {_CALLS[Kind(k)]} at step {s}{model(l)}"
+        for (k, s, l), ranks in places.items()
     )
+    if same_call:
+        listed += " (numbered in the order they were wrapped)"
     first = _CALLS[Kind(min(places)[0])] if len({k for k, _, _ in places}) == 1 else _odd_one_out(places)
     raise on_all_ranks(
         DisagreementError(

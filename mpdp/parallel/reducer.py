@@ -93,6 +93,7 @@ class Reducer:
                 "placement": placement,
             },
         )
+        layout.count(self.comm.layouts)
         self.step = 0
         self.waited_seconds = 0.0
         self.opening: Callable[[], None] | None = None

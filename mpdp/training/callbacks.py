@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import on_all_ranks
@@ -58,7 +59,7 @@ class Callback:
         """Take up what :meth:`state_dict` returned, on every rank, at the end of ``resume()``; tuples are lists now."""
 
 
-def check_metric(argument: str, metric: str, row: dict[str, Any]) -> None:
+def check_metric(argument: str, metric: str, row: Mapping[str, Any]) -> None:
     """Refuse a metric that the history's newest row has not. **Local**, with the same outcome on all ranks."""
     if metric not in row:
         known = ", ".join(key for key in row if key not in ("epoch", "step"))

@@ -31,6 +31,12 @@ class FitPlan:
     metrics: Sequence[Metric]
     ema: bool = False
 
+    @property
+    def row(self) -> dict[str, None]:
+        """The names that an epoch's row of the history will have."""
+        names = ["loss", *(["validation_loss"] if self.validation is not None else [])]
+        return dict.fromkeys([*names, *map(metric_name, self.metrics)])
+
     def __post_init__(self) -> None:
         for name in ("epochs", "updates", "global_batch_size"):  # a checkpoint holds them as JSON
             object.__setattr__(self, name, plain(getattr(self, name)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import guard
-from ..errors import Preempted
+from ..errors import CheckpointError, Preempted
 from ..parallel import averaging
 from ..parallel.record import Kind, exchange
 
@@ -94,7 +94,12 @@ def _save(trainer: Trainer) -> str:
     """Save what is not saved yet, and say what was done. **Collective.**"""
     if trainer.run_dir is None:
         return "nothing is saved without a run_dir"
-    trainer.saves.finish()  # one that a thread is writing
+    try:
+        trainer.saves.finish()  # one that a thread is writing
+    except (CheckpointError, OSError) as error:
+        if trainer.world.size > 1 and not getattr(error, "agreed", False):
+            raise
+        trainer.world.log("warning", f"{error}; saving once more")
     if trainer.position.saved_step == trainer.step_count:
         return "it was saved already"
     with averaging.outside(trainer.parallel._replica):  # Preempted leaves a block of averaged() then

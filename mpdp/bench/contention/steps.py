@@ -23,6 +23,7 @@ from .control import LEAST, until_free
 from .rounds import ATTEMPTS
 
 SCRIPT = Path(__file__).parent / "step_job.py"
+SETTLING = 0.1  # seconds in which threads of BLAS that a block has woken go back to sleep
 DATA_PARALLEL, TORCH, STAGED = "DataParallel in threads", "torch DDP", ", staged"
 
 
@@ -170,6 +171,7 @@ class Steps:
                     break
                 before = until_free(control, self.k)
                 each = self.block(name, lengths[name])
+                time.sleep(SETTLING)
                 after = control(self.k)
                 accepted = min(before, after) >= LEAST
                 if accepted:

@@ -168,6 +168,15 @@ def second_trainer_alone():
     t.step((x, y))
 
 
+def equal_models_in_another_order():
+    """As the two halves of a game, which one rank trains the other way round: nothing else tells them apart."""
+    one, other = trainer(), trainer()
+    for each in (one, other):
+        each.step((x, y))
+    for each in (other, one) if odd else (one, other):
+        each.step((x, y))
+
+
 def skipped_reduction():
     arena = mpdp.GradientArena({"w": (3,)})
     reducer = mpdp.Reducer(arena)
@@ -272,6 +281,7 @@ EXPECTED = {
     "evaluate_alone": "evaluate(): expected every rank to call it at the same step, got rank 0 in evaluate() at step 1",
     "fit_alone": "expected every rank to call it at the same step, got rank 0",
     "second_trainer_alone": "expected every rank to call it at the same step, got rank 0 in the constructor of a",
+    "equal_models_in_another_order": "in the backward pass of a step at step 1 of model ",
     "skipped_reduction": "the reduction of a Reducer: expected every rank to call it at the same step",
     "reduced_by_hand_alone": "expected every rank to call it at the same step, got rank",
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",

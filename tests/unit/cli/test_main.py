@@ -50,3 +50,10 @@ def test_help_and_usage_errors_import_neither_mpi_nor_cupy(arguments, status):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == status, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_package_that_is_missing_is_named_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "contention", "--quick", "--device", "cpu", "--plot", str(tmp_path / "p.png")]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("mpdp bench: error: --plot: expected matplotlib, got ") and said.out == ""

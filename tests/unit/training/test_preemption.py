@@ -80,7 +80,7 @@ def test_a_save_in_the_background_is_waited_for(tmp_path, monkeypatch):
 
     def slowly(arrays, path):
         time.sleep(0.2)
-        if fails:
+        if fails and fails.pop():
             raise OSError(28, "No space left on device")
         own(arrays, path)
 
@@ -90,11 +90,18 @@ def test_a_save_in_the_background_is_waited_for(tmp_path, monkeypatch):
             DATA, updates=10, global_batch_size=8
         )
     assert steps(tmp_path / "a") == [2, 4]
-    fails.append(True)
+    fails[:] = [True] * 2
     with pytest.raises(CheckpointError, match="No space left on device"):
         make(tmp_path / "b", Send(3), save_every=4, async_save=True).fit(
             DATA, updates=10, global_batch_size=8
         )
+    assert not fails, "it was tried once more"
+    fails[:] = [True]
+    with pytest.raises(Preempted, match="stopped after update 4; saved as"):
+        make(tmp_path / "c", Send(3), save_every=4, async_save=True).fit(
+            DATA, updates=10, global_batch_size=8
+        )
+    assert steps(tmp_path / "c") == [4]
 
 
 def test_without_a_run_dir_nothing_is_saved():

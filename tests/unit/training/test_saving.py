@@ -376,6 +376,7 @@ def test_a_best_that_cannot_be_known_is_refused(tmp_path):
     t = trainer(tmp_path, keep_best="perplexity")
     with pytest.raises(KeyError, match=r"keep_best: expected one of loss, validation_loss in the history"):
         fit(t, epochs=1)
+    assert t.step_count == 0, "before time is spent"
     with pytest.raises(
         CheckpointError, match=r"expected one below .* that was saved as the best, got none of 0"
     ):
