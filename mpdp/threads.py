@@ -183,9 +183,8 @@ class Group:
             self._results[rank] = function(rank)
         except SystemExit as error:
             if getattr(error, "agreed", False):
-                self._in_order = (
-                    error  # the others come to the same end, and may be behind: in the save, in the log
-                )
+                # The others come to the same end, and may be behind: in the save, in the log.
+                self._in_order = error
             elif error.code not in (None, 0):
                 self.fail(rank, error)
         except BaseException as error:

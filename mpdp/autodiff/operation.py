@@ -127,9 +127,8 @@ class Operation:
 
     def _mixed(self, arrays: list[Any]) -> TypeError:
         dtypes = [x.dtype for x in arrays if hasattr(x, "dtype")]
-        half = any(
-            is_half(dtype) for dtype in dtypes
-        )  # working copies, and an array that a wrapper would have rounded
+        # Working copies, and an array that a wrapper would have rounded.
+        half = any(is_half(dtype) for dtype in dtypes)
         return TypeError(
             f"{self.name}: expected floating inputs of one dtype, got {', '.join(map(str, dtypes))}; convert one with "
             ".astype(...)" + (", or call the model through its trainer or trainer.parallel" if half else "")

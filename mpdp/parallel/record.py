@@ -203,7 +203,7 @@ def _raise_difference(
         f"rank {', '.join(map(str, ranks))} in {_CALLS[Kind(k)]} at step {s}{model(l)}"
         for (k, s, l), ranks in places.items()
     )
-    if same_call:
+    if same_call and all(numbers.values()):
         listed += " (numbered in the order they were wrapped)"
     first = _CALLS[Kind(min(places)[0])] if len({k for k, _, _ in places}) == 1 else _odd_one_out(places)
     raise on_all_ranks(

@@ -239,9 +239,8 @@ def main() -> None:
         optim.Adam(lr=0.01),
         world=world,
         run_dir=os.path.join(FAULT.folder, "run"),
-        save_every=1
-        if FAULT.kind == "none"
-        else SAVE_EVERY,  # a signal may have another run saved at any update
+        # Where nothing is to be broken every update: a signal may have the broken run saved at any of them.
+        save_every=1 if FAULT.kind == "none" else SAVE_EVERY,
         keep=1000 if FAULT.kind == "none" else 3,
         callbacks=[progress],
     )
