@@ -72,6 +72,11 @@ class Report(NamedTuple):
         """Whether neither this update nor any after it was applied."""
         return self.status >= Status.LOSS_LOST
 
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss over all ranks; 0.0 where nothing was counted."""
+        return self.loss_sum / self.counted if self.counted else 0.0
+
 
 class Board:
     """The numbers of a step in the memory of one device. **Local.**

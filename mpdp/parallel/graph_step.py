@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import kernels
 from ..comm.agreement import agree
@@ -390,7 +390,7 @@ class GraphStep:
         if parallel.loss_scale is not None and report.status != Status.NOTHING:
             parallel.loss_scale.update(applied)
         parallel.last_count, parallel.last_loss_sum = report.counted, report.loss_sum
-        pending.loss.settle(report.loss_sum / report.counted if report.counted else 0.0)
+        pending.loss.settle(report.mean_loss)
         if pending.settled is not None:
             pending.settled(report.loss_sum, report.counted)
         if self._found is not None and pending.update >= self._found[0]:
@@ -425,16 +425,22 @@ class GraphStep:
         """Settle all updates up to one, for somebody who wants its loss. **Local.**
 
         Where ranks could be in different places an update that has failed gives its loss and no error: that comes at
-        the next call that all ranks make.
+        the next call that all ranks make. One that was broken off has no loss, and the job is ending.
+
+        Raises:
+            CommunicationError: a sum over ranks was broken off.
+            NonFiniteError: with one rank; see :meth:`choose`.
         """
         while self._pending and self._pending[0].update <= update:
             pending = self._pending[0]
             report = self._wait(pending.update)
             self._look_for_errors()
             if report.halted and self._comm.size > 1:
+                if report.status == Status.BROKEN:
+                    self._broken_off()
                 for late in self._pending:
                     if late.update <= update:
-                        late.loss.settle(self._wait(late.update).loss_sum)
+                        late.loss.settle(self._wait(late.update).mean_loss)
                 return
             if report.halted:
                 self._halt(report)
@@ -475,8 +481,12 @@ class GraphStep:
                 self._comm, report.own_sum, report.loss_sum, report.step, parallel.precision.name
             )
         if report.status == Status.BROKEN:
-            self._comm.activity.check("a step on the GPU")
-            raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")
+            self._broken_off()
         scale = parallel.loss_scale
         smallest = None if scale is None else scale.smallest
         non_finite.raise_gradient(parallel.layout, report.bad, report.step, smallest)
+
+    def _broken_off(self) -> NoReturn:
+        """Raise what has broken off a sum, the failure of a rank. **Local.**"""
+        self._comm.activity.check("a step on the GPU")
+        raise CommunicationError("step: expected a sum over all ranks, got one that was broken off")

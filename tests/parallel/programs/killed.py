@@ -108,7 +108,8 @@ def check_notes(run, whole, rank=0):
     expected = {row["step"]: row for row in noted(whole, rank)}
     rows = noted(run, rank)
     assert {row["step"] for row in rows} == set(expected) == set(range(1, UPDATES + 1))
-    assert all(row == expected[row["step"]] for row in rows)
+    other = [(row, expected[row["step"]]) for row in rows if row != expected[row["step"]]]
+    assert not other, other
 
 
 def forked(call):

@@ -14,7 +14,10 @@ from on_device import host, put, world, xp
 
 import mpdp
 from mpdp import autodiff, data, kernels, nn, optim
-from mpdp.errors import NonFiniteError
+from mpdp.comm.activity import Activity
+from mpdp.errors import CommunicationError, NonFiniteError
+from mpdp.kernels.board import Report, Status
+from mpdp.parallel.late_loss import LateLoss
 from mpdp.training.updates import Updates, _close
 
 UPDATES = 20
@@ -348,6 +351,22 @@ def test_what_a_check_finds_belongs_to_an_update_under_way():
         trainer.settle()
     trainer.settle()
     assert trainer.optimizer.updates.tolist() == [7] * 4
+
+
+def test_the_loss_of_an_update_that_has_failed_with_other_ranks(monkeypatch):
+    """A mean, and the error later; no number at all where a sum was broken off, as a rank that is left may see it."""
+    trainer = trainer_of()
+    for _ in range(5):
+        trainer.step(samples(16))
+    graphs, failed = trainer.updates.graphs, "step: expected a sum over all ranks, got one that was broken off"
+    report = Report(Status.GRADIENT_LOST, 8.0, 16.0, 8.0, 0.0, 3, 5)
+    monkeypatch.setattr(graphs, "_comm", SimpleNamespace(size=2, activity=Activity()))
+    monkeypatch.setattr(graphs, "_wait", lambda update: report)
+    assert trainer.loss == 0.5
+    report = report._replace(status=Status.BROKEN)
+    trainer.late_loss = LateLoss(graphs._settle_upto, graphs._pending[-1].update)
+    with pytest.raises(CommunicationError, match=failed):
+        trainer.loss  # noqa: B018
 
 
 def test_an_update_without_anything_to_count_changes_nothing(device):
