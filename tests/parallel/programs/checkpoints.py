@@ -89,8 +89,9 @@ def run(run_dir, path=None, resume=True):
     }
 
 
-def close(a, b):
-    return np.allclose(a, b, rtol=1e-5, atol=1e-7)
+def off(a, b):
+    """Return how far two arrays differ, as a part of the largest magnitude in the second."""
+    return float(np.max(np.abs(np.subtract(a, b, dtype=float))) / np.max(np.abs(b)))
 
 
 if mode == "save":
@@ -125,9 +126,14 @@ else:
                 assert result[key] == whole[key], (step, key)
             assert result["losses"] == left
         else:
-            assert close(list(result["losses"].values()), list(left.values()))
+            # Another device's sums have other roundings, which Adam magnifies where a gradient nearly cancels.
+            room = 1e-5 if device == saved_device else 1e-4
             for a, b in zip(result["params"], whole["params"]):
-                assert close(*(np.frombuffer(bytes.fromhex(h), dtype="float32") for h in (a, b)))
+                found = off(*(np.frombuffer(bytes.fromhex(h), dtype="float32") for h in (a, b)))
+                assert found < room, (step, found)
+            if left:
+                found = off(list(result["losses"].values()), list(left.values()))
+                assert found < room, (step, found)
             assert [r["accuracy"] for r in result["history"]] == [r["accuracy"] for r in whole["history"]]
     # A finished run has nothing left to do, and says so.
     result = run(folder / f"again-n{world.size}", path)

@@ -113,11 +113,11 @@ def test_a_repair_with_other_placements_and_an_average(options, precision):
         )
         if trainer.world.rank == 1:
             weights[:1].view(np.uint8)[0] ^= 1
-        flipped = np.array(weights[:64]).tobytes()
+        flipped = weights[:64].tobytes()
         trainer.check_replicas()
-        repaired = np.array(weights[:64]).tobytes()
+        repaired = weights[:64].tobytes()
         trainer.fit(data.ArrayDataset(X, Y), updates=6, global_batch_size=8, progress=False)
-        return flipped, repaired, np.array(weights[:64]).tobytes()
+        return flipped, repaired, weights[:64].tobytes()
 
     flipped, repaired, after = zip(*threads.run(body, 3))
     assert len(set(flipped)) == 2 and set(repaired) == {flipped[0]} and len(set(after)) == 1
