@@ -6,7 +6,6 @@ A rank that raises alone would leave the others waiting, so the job is on its wa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,13 @@ def ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except BaseException as error:
             if self.depth == 1:
-                if not getattr(error, "agreed", False):
+                alone = not getattr(error, "agreed", False)
+                if alone:
                     self.world.fail(error)
-                with contextlib.suppress(OSError):  # a full disk must not hide the error
-                    self.folder.flush()
+                if alone and self.world.size > 1:  # an update that waits for the others has no end
+                    self.updates.write_log(0.0)
+                else:
+                    self.updates.write_log()
                 for callback in self.callbacks:
                     _tell(callback, self, error)
             raise

@@ -24,6 +24,7 @@ from ..comm.agreement import on_root
 from ..parallel.record import Kind, exchange
 from ..world import World, init
 from . import checkpoint
+from .appending import take_over
 
 T = TypeVar("T")
 _FLUSH_SECONDS = 1.0
@@ -121,6 +122,7 @@ class RunFolder:
         before = _starts(file) if keep_rows else []
         file.write_text(json.dumps({**config, "before": before}, indent=1) + "\n")
         log = path / "log.jsonl"
+        take_over(log, self)
         lines = log.read_bytes().splitlines(keepends=True) if keep_rows and log.exists() else []
         kept = lines[:keep_rows]
         temporary = log.with_suffix(".tmp")
@@ -131,6 +133,13 @@ class RunFolder:
         self._pending.clear()
         if self._at_exit is None:  # a program with a loop of its own has no end of training that would flush
             self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, os.getpid())
+
+    def give_up(self) -> None:
+        """Write what waits in memory, and no row from then on: another trainer goes on with the log."""
+        with contextlib.suppress(OSError):
+            self.flush()
+        self._pending.clear()
+        self._log = None
 
     def row(self, **fields: Any) -> None:
         """Append one row to the log; it reaches the file within about a second."""

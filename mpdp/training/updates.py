@@ -161,11 +161,16 @@ class Updates:
         if (
             graphs is not None and graphs.under_way and os.getpid() == self._process
         ):  # not a forked child's copy
-            graphs.take_finished(_PATIENCE_SECONDS)
-            with contextlib.suppress(OSError):
-                self.trainer.folder.flush()
+            self.write_log()
             if graphs.under_way:
                 _unread.append(graphs)
+
+    def write_log(self, seconds: float = _PATIENCE_SECONDS) -> None:
+        """Take over what updates under way report in so many seconds, and write the log; raises nothing. **Local.**"""
+        if self.graphs is not None:
+            self.graphs.take_finished(seconds)
+        with contextlib.suppress(OSError):  # a full disk must not hide an error
+            self.trainer.folder.flush()
 
     def finish(self) -> None:
         """Settle the updates under way at the end of a program, unless an error ends it. **Collective**; see settle.

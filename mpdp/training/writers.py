@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, on_all_ranks
+from .appending import take_over
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -45,18 +46,20 @@ class CsvWriter(Callback):
         self._folder = None if folder is None else Path(folder)
         self._pending: list[list[Any]] = []
         self._steps: Path | None = None
+        self._given_up = False
         self._flushed = 0.0
         self._last = 0  # the update seen last
 
     def on_step(self, trainer: Trainer) -> None:
         """Write a row of ``steps.csv``, within about two seconds."""
         folder = _folder(self, self._folder, trainer)
-        if trainer.world.rank:
+        if trainer.world.rank or self._given_up:
             return
         step = trainer.step_count
         if self._steps is None:
             folder.mkdir(parents=True, exist_ok=True)
             self._steps = folder / "steps.csv"
+            take_over(self._steps, self)
             _cut_back(self._steps, step)
             weakref.finalize(self, _write_rest, self._steps, self._pending, os.getpid())
         elif step <= self._last:  # this very trainer was resumed
@@ -85,6 +88,13 @@ class CsvWriter(Callback):
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write what waits in memory."""
         self._flush()
+
+    def give_up(self) -> None:
+        """Write what waits in memory, and no row from then on: another writer goes on with the file."""
+        if self._steps is not None:
+            _write_rest(self._steps, self._pending, os.getpid())
+        self._pending.clear()
+        self._given_up = True
 
     def _flush(self) -> None:
         if self._steps is not None:

@@ -358,7 +358,10 @@ def test_the_loss_of_an_update_that_has_failed_with_other_ranks(monkeypatch):
     trainer = trainer_of()
     for _ in range(5):
         trainer.step(samples(16))
-    graphs, failed = trainer.updates.graphs, "step: expected a sum over all ranks, got one that was broken off"
+    graphs, failed = (
+        trainer.updates.graphs,
+        "step: expected a sum over all ranks, got one that was broken off",
+    )
     report = Report(Status.GRADIENT_LOST, 8.0, 16.0, 8.0, 0.0, 3, 5)
     monkeypatch.setattr(graphs, "_comm", SimpleNamespace(size=2, activity=Activity()))
     monkeypatch.setattr(graphs, "_wait", lambda update: report)

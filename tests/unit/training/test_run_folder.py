@@ -1,10 +1,14 @@
 """The run folder: what marks it as used, how its log grows, and new ones."""
 
+import gc
 import json
 
+import numpy as np
 import pytest
+from called_again import capture
 
 import mpdp
+from mpdp import data, nn, optim
 from mpdp.training.run_folder import RunFolder
 
 
@@ -72,3 +76,60 @@ def test_new_folders_are_new_and_fall_back(tmp_path, monkeypatch):
     blocker.write_text("")
     fallen = mpdp.new_run_dir("digits", base=blocker / "runs")
     assert fallen.is_dir() and tmp_path not in fallen.parents
+
+
+@pytest.mark.parametrize("steps", ["graph", "eager"])
+def test_a_trainer_that_is_left_adds_nothing_to_a_log_that_another_goes_on_with(tmp_path, steps):
+    """On a GPU, or with rows that wait in memory, the first still has rows when the second cuts the log back."""
+
+    def trainer():
+        mpdp.seed(0)
+        made = mpdp.Trainer(
+            nn.Linear(4, 3),
+            nn.cross_entropy,
+            optim.SGD(lr=0.1),
+            run_dir=tmp_path,
+            save_every=4,
+            callbacks=[mpdp.CsvWriter()],
+        )
+        if steps == "graph":
+            capture(made)
+        return made
+
+    def stepped(made, upto):
+        while made.step_count < upto:
+            made.step((np.ones((6, 4), "float32"), np.arange(6) % 3))
+        return made
+
+    first = stepped(trainer(), 7)
+    waiting = first.updates.graphs.under_way if steps == "graph" else len(first.folder._pending)
+    assert waiting
+    second = trainer()
+    assert second.resume() and second.step_count == 4
+    stepped(second, 9)
+    stepped(first, 8)
+    first.updates.close()
+    del first
+    gc.collect()
+    second.updates.close()
+    second.folder.flush()
+    second.callbacks[0].on_exception(second, None)
+    assert [row["step"] for row in rows(tmp_path) if row["kind"] == "step"] == list(range(1, 10))
+    table = (tmp_path / "steps.csv").read_text().splitlines()[1:]
+    assert [int(row.split(",")[0]) for row in table] == list(range(1, 10))
+
+
+def test_the_log_of_graphs_is_whole_when_an_error_leaves_fit(tmp_path):
+    class Stop(mpdp.Callback):
+        def on_step(self, trainer):
+            if trainer.step_count == 7:
+                raise KeyboardInterrupt
+
+    trainer = mpdp.Trainer(
+        nn.Linear(4, 3), nn.cross_entropy, optim.SGD(lr=0.1), run_dir=tmp_path, callbacks=[Stop()]
+    )
+    capture(trainer)
+    samples = data.ArrayDataset(np.ones((8, 4), "float32"), np.arange(8) % 3)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(samples, epochs=9, global_batch_size=4, progress=False)
+    assert [row["step"] for row in rows(tmp_path) if row["kind"] == "step"] == list(range(1, 8))
