@@ -56,7 +56,7 @@ def plot_all_reduce(result: dict[str, Any], path: str) -> None:
 def plot_train(result: dict[str, Any], path: str) -> None:
     """Draw each system's step time and what kinds of work it goes to, where that is known. **Local.**"""
     pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.6 * len(result["sides"])), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.5 * len(result["sides"])), layout="constrained")
     colours: dict[str, Any] = {}
     wheel = pyplot.get_cmap("tab20").colors
     names = [row["name"] for row in result["sides"]]
@@ -75,7 +75,7 @@ def plot_train(result: dict[str, Any], path: str) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set(xlabel="us a step; bar: medians by kind of work, whisker: quartiles of blocks")
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=6, loc="outside lower center")
     axes.set_title(
         f"{result['workload']}, {result['precision']}, {result['ranks']} x {result['processor']}", fontsize=10
     )

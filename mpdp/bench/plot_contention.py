@@ -92,15 +92,17 @@ def _draw_interference(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_steps(axis: Any, steps: list[dict[str, Any]]) -> None:
-    place, best = 0, 0.0
+    names, samples = [], []
     for made in steps:
         for name, seconds in made["blocks"].items():
-            if not seconds:  # the cores were busy
-                continue
-            place, best = place + 1, max(best, float(np.median(seconds)))
-            axis.boxplot([np.array(seconds) * 1e6], positions=[place], widths=0.6)
-            axis.annotate(
-                f" {name}, {made['kind']}", (place, 0), rotation=90, fontsize=7, ha="center", va="bottom"
-            )
-        place += 1
-    axis.set(ylabel="step, us", ylim=(0, best * 1.15e6 or 1), xticks=[])
+            if seconds:  # else the cores were busy
+                names.append(f"{name}, {made['kind']}")
+                samples.append(np.array(seconds) * 1e6)
+    for i, each in enumerate(samples):
+        axis.plot(each, [i] * len(each), "o", markersize=3, alpha=0.5, color="tab:blue")
+        axis.plot(np.median(each), i, "|", markersize=12, color="black")
+    if samples:
+        axis.set(xscale="log")
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set(xlabel="step, us: blocks, and their median")
