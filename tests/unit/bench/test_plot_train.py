@@ -20,5 +20,5 @@ def test_a_bar_for_each_kind_of_work_and_a_legend_of_all(tmp_path, monkeypatch):
     assert (tmp_path / "plot.png").stat().st_size > 1000
     (axes,) = drawn[0].axes
     assert [bar.get_width() for bar in axes.patches] == [6.0, 4.0, 15.0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["products", "gaps", "step"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["products", "gaps", "step"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["mpdp", "torch"]
