@@ -30,10 +30,7 @@ def ends_the_job(method: Callable[..., Any]) -> Callable[..., Any]:
                 alone = not getattr(error, "agreed", False)
                 if alone:
                     self.world.fail(error)
-                if alone and self.world.size > 1:  # an update that waits for the others has no end
-                    self.updates.write_log(0.0)
-                else:
-                    self.updates.write_log()
+                self.updates.write_log(ends=not alone or self.world.size == 1)
                 for callback in self.callbacks:
                     _tell(callback, self, error)
             raise

@@ -165,10 +165,14 @@ class Updates:
             if graphs.under_way:
                 _unread.append(graphs)
 
-    def write_log(self, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Take over what updates under way report in so many seconds, and write the log; raises nothing. **Local.**"""
-        if self.graphs is not None:
-            self.graphs.take_finished(seconds)
+    def write_log(self, ends: bool = True) -> None:
+        """Take over what the updates under way have reported, and write the log; raises nothing. **Local.**
+
+        Args:
+            ends: they come to their end and are waited for; they do not where one waits for ranks that are gone.
+        """
+        if self.graphs is not None and os.getpid() == self._process:  # not a forked child's copy
+            self.graphs.take_finished(_PATIENCE_SECONDS if ends else 0.0)
         with contextlib.suppress(OSError):  # a full disk must not hide an error
             self.trainer.folder.flush()
 

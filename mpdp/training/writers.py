@@ -73,7 +73,7 @@ class CsvWriter(Callback):
     def on_epoch(self, trainer: Trainer) -> None:
         """Write ``epochs.csv``."""
         folder = _folder(self, self._folder, trainer)
-        if trainer.world.rank:
+        if trainer.world.rank or self._given_up:
             return
         self._flush()
         names = list(dict.fromkeys(name for row in trainer.history for name in row))

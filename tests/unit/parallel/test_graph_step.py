@@ -358,17 +358,13 @@ def test_the_loss_of_an_update_that_has_failed_with_other_ranks(monkeypatch):
     trainer = trainer_of()
     for _ in range(5):
         trainer.step(samples(16))
-    graphs, failed = (
-        trainer.updates.graphs,
-        "step: expected a sum over all ranks, got one that was broken off",
-    )
-    report = Report(Status.GRADIENT_LOST, 8.0, 16.0, 8.0, 0.0, 3, 5)
+    graphs, report = trainer.updates.graphs, Report(Status.GRADIENT_LOST, 8.0, 16.0, 8.0, 0.0, 3, 5)
     monkeypatch.setattr(graphs, "_comm", SimpleNamespace(size=2, activity=Activity()))
     monkeypatch.setattr(graphs, "_wait", lambda update: report)
     assert trainer.loss == 0.5
     report = report._replace(status=Status.BROKEN)
     trainer.late_loss = LateLoss(graphs._settle_upto, graphs._pending[-1].update)
-    with pytest.raises(CommunicationError, match=failed):
+    with pytest.raises(CommunicationError, match=r"step: expected a sum .* broken off"):
         trainer.loss  # noqa: B018
 
 
