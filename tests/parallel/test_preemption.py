@@ -36,9 +36,9 @@ def whole_checkpoints(folder, killed=False):
     return [int(name.split("-")[1]) for name in names]
 
 
-def finish(job, folder, how, n, reference):
+def finish(job, folder, how, n, reference, environ=None):
     """Resume, and compare with the run that nobody disturbed."""
-    job(PROGRAM, folder, how, n=n, environ={"RESUMED": "1"}, timeout=60).check()
+    job(PROGRAM, folder, how, n=n, environ={"RESUMED": "1", **(environ or {})}, timeout=60).check()
     assert np.array_equal(np.load(folder / "weights.npy"), reference)
 
 
@@ -100,6 +100,22 @@ def test_a_signal_ends_the_run_saved(job, tmp_path, reference, number, target, t
     if how == "evaluate":
         assert steps == [4]
     finish(job, tmp_path, how, n, reference(job, how, n))
+
+
+@pytest.mark.parametrize("n, form, how", [(1, "python", "fit"), (2, "mpdp run", "step")])
+def test_a_signal_ends_captured_steps_on_a_gpu_saved(gpu, job, tmp_path, n, form, how):
+    """The checkpoint holds the update that the ranks agreed on, whichever steps were under way when the signal came."""
+    on_gpu = {"DEVICE": "cuda"}
+    (tmp_path / "whole" / "run").mkdir(parents=True)
+    job(PROGRAM, tmp_path / "whole", how, n=n, form=form, environ=on_gpu, timeout=60).check()
+    reference = np.load(tmp_path / "whole" / "weights.npy")
+    after = send_to(tmp_path, n, signal.SIGTERM, "one")
+    result = job(PROGRAM, tmp_path, how, n=n, form=form, environ=on_gpu, after=after)
+    assert result.rc == Preempted.STATUS and not result.timed_out and not result.orphans, result
+    steps = whole_checkpoints(tmp_path)
+    assert f"stopped after update {steps[-1]}; " in result.output, result
+    assert 3 <= steps[-1] < 60, steps
+    finish(job, tmp_path, how, n, reference, on_gpu)
 
 
 def test_sigterm_to_mpirun_in_a_save(job, tmp_path, reference):

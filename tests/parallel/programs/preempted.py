@@ -4,8 +4,9 @@ HOW is `fit` (default), `step` (a loop of its own), `evaluate` (a long validatio
 takes a second). When a signal may come the rank writes its process id to FOLDER/pids/RANK; rank 0 writes its weights
 to FOLDER/weights.npy at the end.
 
-RESUMED=1 resumes, and takes no time. FAULTS="kill:12 raise:27" lets the last rank die after update 12 of the first
-start and raise after update 27 of the second; with "lost" it dies before it has joined the others.
+RESUMED=1 resumes, and takes no time. DEVICE=cuda has each step a captured graph there. FAULTS="kill:12 raise:27" lets
+the last rank die after update 12 of the first start and raise after update 27 of the second; with "lost" it dies before
+it has joined the others.
 """
 
 import os
@@ -33,7 +34,8 @@ if (
     there = announced(os.environ)
     if there.rank == there.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-world = mpdp.init(device="cpu", timeout=20)
+DEVICE = os.environ.get("DEVICE", "cpu")
+world = mpdp.init(device=DEVICE, timeout=20)
 RESUMED = os.environ.get("RESUMED") == "1"
 random = np.random.default_rng(0)
 X = random.standard_normal((48, 6)).astype("float32")
@@ -105,6 +107,7 @@ trainer = mpdp.Trainer(
     save_every=20,
     keep=100,
     callbacks=[Slow()],
+    graph=True if DEVICE == "cuda" else "auto",
 )
 found = trainer.resume()
 assert found or not RESUMED
@@ -117,6 +120,8 @@ if HOW == "step":
 else:
     validation = Validation() if HOW == "evaluate" else None
     trainer.fit(dataset, updates=60, global_batch_size=12, validation=validation)
+if DEVICE == "cuda":
+    assert trainer.updates.graphs.captures, "the steps did not run as graphs"
 if world.rank == 0:
-    np.save(FOLDER / "weights.npy", np.concatenate([p.data.ravel() for p in model.parameters()]))
+    np.save(FOLDER / "weights.npy", np.concatenate([p.numpy().ravel() for p in model.parameters()]))
 record([trainer.step_count, world.size, int(os.environ.get("MPDP_RESTART", "-1"))], world.rank)
