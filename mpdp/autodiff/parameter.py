@@ -1,6 +1,6 @@
 """Parameter and Buffer: the tensors that a model owns, and how a parameter is bound to an arena.
 
-Who owns the arena (``parallel``) is not known here; a binding is any object with the two attributes below.
+Who owns the arena (``parallel``) is not known here; a binding is any object with the attributes below.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from .recording import uses_copies
 from .tensor import Array, Tensor
 
 
+class Arriving(Protocol):
+    """New weights that are under way from other ranks."""
+
+    def need(self, parameter: Any) -> None:
+        """Wait until a parameter can be read."""
+
+
 class Binding(Protocol):
     """What a bound parameter needs of the arena that holds it.
 
@@ -23,11 +30,16 @@ class Binding(Protocol):
             the arena looks at it.
         stale: set when ``.data`` of a parameter with a working copy is handed out or assigned: the copy may no longer
             be what the weights round to.
+        arriving: set while weights are under way; whoever reads a parameter asks for it first.
     """
 
     update: int
     dirty: bool
     stale: bool
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """See above."""
 
 
 class Parameter(Tensor):
@@ -57,11 +69,12 @@ class Parameter(Tensor):
 
         Where ranks hold slices of the master, what all of them have of it; for reading alone.
         """
+        data = self._whole()
         if self._shown is not None:
             return self._shown
         if self._copy is not None and self._binding is not None:
             self._binding.stale = True  # whoever asks may write
-        return self._data
+        return data
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -70,6 +83,7 @@ class Parameter(Tensor):
                 f'data: expected a parameter whose master is here, got {self._title()} under placement="sharded" and '
                 'a 16-bit precision, where ranks hold slices; assign it before it is wrapped, or use "replicated"'
             )
+        self._whole()
         if self._copy is not None and self._binding is not None:
             self._binding.stale = True
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -81,7 +95,14 @@ class Parameter(Tensor):
                 f'"sharded" and a 16-bit precision, got {self._title()} of shape {self.shape}, whose master lies in '
                 'slices; use placement="replicated"'
             )
+        if self._binding is not None and self._binding.arriving is not None:
+            self._binding.arriving.need(self)
         return self._data if master or self._copy is None or not uses_copies() else self._copy
+
+    def _whole(self) -> Array:
+        if self._binding is not None and self._binding.arriving is not None:
+            self._binding.arriving.need(self)
+        return self._data
 
     def _arrays(self) -> list[Array]:
         return [self._data] if self._copy is None else [self._data, self._copy]
@@ -120,7 +141,7 @@ class Parameter(Tensor):
             same_device("bind", data_view, grad_view)
         if self._binding is not None:
             self._binding.dirty = True
-        data_view[...] = kernels.move(self._data, device_of(data_view))
+        data_view[...] = kernels.move(self._whole(), device_of(data_view))
         self._data = data_view
         self._copy = copy_view
         self._shown = None

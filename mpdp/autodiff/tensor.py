@@ -135,6 +135,10 @@ class Tensor:
         """Return the array that an operation reads."""
         return self._data
 
+    def _whole(self) -> Array:
+        """The array, once it can be read."""
+        return self._data
+
     def _arrays(self) -> list[Array]:
         """Return the arrays whose memory the tensor keeps, without its gradient."""
         return [self._data]
@@ -211,25 +215,25 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """Return a tensor on the same array that no gradient flows through."""
-        return Tensor(self._data, name=self.name)
+        return Tensor(self._whole(), name=self.name)
 
     def numpy(self) -> np.ndarray:
         """Return the array for reading with NumPy: the same memory on the CPU, a copy from a GPU (waits)."""
-        return kernels.of(self._data).to_numpy(self._data)
+        return kernels.of(self._data).to_numpy(self._whole())
 
     def item(self) -> Any:
         """Return the only element as a Python number; waits for a GPU."""
-        return self._data.item()
+        return self._whole().item()
 
     def to(self, device: Device | str) -> Tensor:
         """Return the tensor on ``device``, itself when it is there already; a gradient goes the way back."""
         return ops.to(self, as_device(device))
 
     def __float__(self) -> float:
-        return float(self._data.item())
+        return float(self._whole().item())
 
     def __int__(self) -> int:
-        return int(self._data.item())
+        return int(self._whole().item())
 
     def __bool__(self) -> bool:
         raise TypeError("tensor: expected an array or a number where a truth value is needed, got a Tensor; "
@@ -394,7 +398,7 @@ class Tensor:
         if self._node is not None:
             raise ValueError("copy: expected a leaf, got the result of an operation; copy .detach() instead")
         # Neither the gradient nor the arena travels: a copy is free until something binds it again.
-        return {"data": self._data, "requires_grad": self._requires_grad, "name": self.name}
+        return {"data": self._whole(), "requires_grad": self._requires_grad, "name": self.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Tensor.__init__(self, state["data"], name=state["name"])
@@ -417,7 +421,7 @@ def make(data: Array, node: Node | None) -> Tensor:
 
 def unwrap(value: Any) -> Any:
     """Return the array of a tensor, and anything else as it is. **Local.**"""
-    return value._data if isinstance(value, Tensor) else value
+    return value._whole() if isinstance(value, Tensor) else value
 
 
 def _as_array(value: Any) -> Array:

@@ -82,6 +82,7 @@ class Communicator(ABC):
         most_chunks: of a buffer so long that it would make more of them, about this many larger ones are made instead;
             None where the ranks do not wait for one another at each chunk.
         capturable: collectives of GPU arrays can be captured into a graph.
+        independent: what was started on GPU arrays ends whatever the threads of the ranks do meanwhile.
         spans: notes when messages travel, while a timeline is taken; else None.
         layouts: by digest, the number of each layout that is reduced over these ranks, counted in the order of their
             reducers, which is that of all ranks.
@@ -92,6 +93,7 @@ class Communicator(ABC):
     chunk_edge = 4
     most_chunks: int | None = None
     capturable = False
+    independent = False
     spans: Spans | None = None
 
     def __init__(self, rank: int, size: int, activity: Activity | None = None) -> None:

@@ -77,6 +77,7 @@ class CudaIpcCommunicator(Communicator):
 
     transport = "cuda_ipc"
     capturable = True
+    independent = True
 
     def __init__(
         self,

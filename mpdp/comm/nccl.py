@@ -128,6 +128,7 @@ class NcclCommunicator(Communicator):
 
     transport = "nccl"
     capturable = True
+    independent = True
 
     def __init__(
         self,

@@ -192,6 +192,7 @@ class StagedCommunicator(Communicator):
 
     chunk_bytes = PIECE_BYTES  # one pinned buffer a chunk: the copies of two chunks overlap
     chunk_edge = 4
+    independent = True
 
     def __init__(
         self,

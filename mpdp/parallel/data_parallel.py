@@ -65,6 +65,7 @@ class DataParallel:
         loss_scale: the scale of float16 gradients, or None under another precision.
         exponent: gradients are summed times 2^-exponent.
         draws_samples: some module draws random numbers keyed by sample.
+        gives_late: let :meth:`step` end while weights are under way, until :meth:`arrive` or who reads them waits.
 
     A module that communicates (``nn.BatchNorm2d``) takes part in every rank's forward and backward pass: call the model
     and ``backward`` on every rank, also on zero rows.
@@ -100,6 +101,7 @@ class DataParallel:
         self.seed = seed
         self.step_count = 0
         self.next_rate: float | None = None
+        self.gives_late = False
         self.last_count = self.last_loss_sum = 0.0
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
@@ -429,7 +431,8 @@ class DataParallel:
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
                 given: dict[str, Any] = {"scale": scale, "used": self._used, "clip_value": clip_value}
                 sums = sums_of(replica, optimizer, partial(optimizer.prepare, gradient, **given))
-                update(replica, partial(optimizer.apply, gradient, lr=lr, sums=sums, **given))
+                apply = partial(optimizer.apply, gradient, lr=lr, sums=sums, **given)
+                update(replica, apply, late=self.gives_late)
                 optimizer.finish_update(self._used)
                 averaging.move(replica)
         finally:
@@ -441,6 +444,10 @@ class DataParallel:
         self.world.activity.step = self.step_count  # what a report names: the update that comes next
         self.last_count, self.last_loss_sum = count, loss_sum
         return loss_sum / count if count else 0.0
+
+    def arrive(self) -> None:
+        """Wait for weights that are under way since the last update. **Local.**"""
+        self._replica.arrive()
 
     # -- the state
 

@@ -261,6 +261,7 @@ class GraphStep:
     def _capture_all(self, parts: Sequence[Any], looks: bool) -> bool:
         """Capture the graphs of this update that are missing; return whether all ranks could. **Collective.**"""
         self.settle()
+        self.parallel.arrive()
         error: Exception | None = None
         try:
             self.capture.update(parts, self._keys, looks)
@@ -303,6 +304,7 @@ class GraphStep:
         parallel, board, optimizer = self.parallel, self.capture.board, self.optimizer
         assert board is not None
         check_rate(lr, parallel.step_count)
+        parallel.arrive()  # of an eager update before
         binding = parallel._replica.binding
         if binding.stale:
             parallel._replica.refresh()

@@ -103,6 +103,17 @@ class Placement:
         for request in requests:
             request.wait()
 
+    def give(self, views: Sequence[Any]) -> list[Request]:
+        """Start to give all ranks what an update has written, the last chunk first. **Collective.**
+
+        Args:
+            views: the chunks of what was written.
+
+        Returns:
+            a request for each chunk, in the order of chunks.
+        """
+        return [self.start_giving(views[chunk], chunk) for chunk in reversed(range(len(views)))][::-1]
+
     def collect(self, flat: Any) -> np.ndarray | None:
         """Return on rank 0 the whole of an array that ranks hold their ranges of, in host memory; None elsewhere.
 

@@ -109,6 +109,10 @@ class Reducer:
             return (0, 0)
         return bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1)
 
+    def span(self, name: str) -> tuple[int, int]:
+        """Return the half-open range of chunks that hold a trainable parameter. **Local.**"""
+        return self._span[name]
+
     def ready(self, name: str) -> None:
         """Say that a gradient is final; starts the chunks that are complete with it.
 

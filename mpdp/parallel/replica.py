@@ -21,6 +21,7 @@ from ..nn import Module
 from ..optim import Optimizer, WeightAverage
 from . import averaging
 from .arena import Arena, GradientArena
+from .arrivals import Arrivals
 from .layout import Layout
 from .masters import Masters
 from .placement import check as check_placement
@@ -30,13 +31,16 @@ from .replica_check import check_replicas, take_over
 
 
 class Binding:
-    """What bound parameters share: the update in progress, and what was changed, or may have been, behind our back."""
+    """What bound parameters share: the update in progress, what was, or may have been, changed behind our back, and
+    the weights that are under way.
+    """
 
     def __init__(self) -> None:
         self.update = 1
         self.dirty = False
         self.stale = False
         self.averaged = False  # an error has left the average in the working copies of slices
+        self.arriving: Arrivals | None = None
 
 
 class Replica:
@@ -86,6 +90,7 @@ class Replica:
         self.optimizer: Optimizer | None = None
         self.average: WeightAverage | None = None
         self._chunk_bytes = chunk_bytes
+        self.binding = Binding()
         together(comm, lambda: self._look_at(model, precision, reduce_dtype))
         compare(comm, "model", self.describe())
         model.bind_names()
@@ -122,6 +127,7 @@ class Replica:
 
     def _build(self, generation: int) -> None:
         """Lay the parameters out and bind them to fresh arenas."""
+        self.arrive()
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         frozen = [name for name, p in self.parameters.items() if not p.requires_grad]
         self.layout = Layout(shapes, frozen, generation)
@@ -139,6 +145,7 @@ class Replica:
             self._weights = Arena(self.layout, self.dtype, self.device, self.comm)
             whole = self._weights.array
         self.binding = Binding()
+        self._chunks_of = {self.parameters[e.name]: self.reducer.span(e.name) for e in self.layout.trainable}
         self.index = {entry.name: i for i, entry in enumerate(self.layout.trainable)}
         self._name_of: dict[Any, str] = {}
         self._known = set(self.parameters.values())
@@ -187,6 +194,7 @@ class Replica:
         """The flat weights over ``layout``, or what this rank has of them."""
         if self.masters is not None:
             return self.masters.held
+        self.arrive()
         assert self._weights is not None
         return self._weights.array
 
@@ -198,7 +206,32 @@ class Replica:
     @property
     def copies(self) -> Any:
         """The flat working copies over ``layout``, or None."""
+        self.arrive()
         return None if self._copies is None else self._copies.array
+
+    @property
+    def can_give_late(self) -> bool:
+        """Whether an update may end before the weights of other ranks are here; equal on all ranks.
+
+        The transport must carry them while this rank computes, and nothing else may read them at once: a moving
+        average of whole weights does.
+        """
+        sharded = self._placement == "sharded" and not self.placement.whole
+        return sharded and self.comm.independent and (self.average is None or self.masters is not None)
+
+    def give_late(self) -> None:
+        """Start to give all ranks what this one has updated; see :class:`Arrivals`. **Collective.**"""
+        self.binding.arriving = Arrivals(self.placement.give(self.given), self._chunks_of, self._arrived)
+
+    def arrive(self) -> None:
+        """Wait for the weights that are under way. **Local.**"""
+        if self.binding.arriving is not None:
+            self.binding.arriving.all()
+
+    def _arrived(self, arrivals: Arrivals) -> None:
+        self.reducer.waited_seconds += arrivals.waited_seconds
+        if self.binding.arriving is arrivals:
+            self.binding.arriving = None
 
     def refresh(self) -> None:
         """Round the weights to the working copies again, after something else than the optimizer wrote them.
@@ -385,6 +418,7 @@ class Replica:
         Raises:
             DivergenceError: see :func:`check_replicas`.
         """
+        self.arrive()
         flats: dict[str, Any] = {} if self.masters is not None else {"weight": self.weights}
         if self._copies is not None:
             if self.binding.stale:

@@ -102,15 +102,25 @@ def sums_of(replica: Replica, optimizer: Optimizer, prepare: Callable[[int, int]
     return table
 
 
-def update(replica: Replica, apply: Callable[[int, int], None]) -> None:
+def update(replica: Replica, apply: Callable[[int, int], None], *, late: bool = False) -> None:
     """Apply an update where it is done, and give every rank the new weights.
 
-    **Collective** where ranks hold parts. It can be captured.
+    **Collective** where ranks hold parts. It can be captured unless ``late``.
 
     Args:
         replica: what is updated.
         apply: ``apply(start, stop)`` updates a range of the weights, and of the working copies.
+        late: return while the weights are still under way, where the transport carries them by itself.
     """
+    replica.arrive()  # owners write again what they have given
+    if late and replica.can_give_late:
+        assert replica.placement.held is not None
+        for start, stop in replica.placement.held:
+            apply(start, stop)
+        if replica.masters is not None:
+            replica.masters.share()
+        replica.give_late()
+        return
     replica.placement.update(replica.given, apply)
     if replica.masters is not None:
         replica.masters.share()

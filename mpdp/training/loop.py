@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,18 @@ from .plan import FitPlan
 from .sources import PlannedUpdates, StreamedUpdates
 
 if TYPE_CHECKING:
+    from ..parallel import DataParallel
     from .trainer import Trainer
+
+
+@contextmanager
+def _late(parallel: DataParallel) -> Iterator[None]:
+    """Let updates end while their weights are under way: between two of them no program's code reads weights."""
+    parallel.gives_late = True
+    try:
+        yield
+    finally:
+        parallel.gives_late = False
 
 
 class FitLoop:
@@ -57,7 +68,7 @@ class FitLoop:
             return
         modules = [module for _, module in trainer.model.named_modules()]
         kind = StreamedUpdates if plan.streamed else PlannedUpdates
-        with closing(kind(trainer, plan, self.progress.say)) as updates:
+        with closing(kind(trainer, plan, self.progress.say)) as updates, _late(trainer.parallel):
             while not self.finished:
                 if position.batch == plan.per_epoch:
                     self._close_epoch()

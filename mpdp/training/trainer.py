@@ -332,6 +332,7 @@ class Trainer(RunFiles):
     def settle(self) -> None:
         """Wait for the updates under way, and raise what has gone wrong in them. **Collective** in effect."""
         self.updates.settle()
+        self.parallel.arrive()
 
     @property
     def save_due(self) -> bool:
@@ -352,6 +353,8 @@ class Trainer(RunFiles):
         self._stop_agreed = self._stop_agreed or stop
         if step in _CHECK_AFTER or step % _CHECK_EVERY == 0:
             self.check_replicas()
+        if self.callbacks:
+            self.parallel.arrive()  # they may have kept an array of weights
         call_back(self, "on_step")
         if self.save_due and not ends_epoch:
             self.save(wait=not self.async_save)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from called_again import equal_bits
 
 import mpdp
-from mpdp import nn, optim
+from mpdp import data, nn, optim
 from mpdp.errors import DisagreementError
 from mpdp.parallel import averaging
 
@@ -120,6 +120,33 @@ def checkpoints():
             equal(state_of(other), state_of(whole))
 
 
+def late_weights():
+    """Inside ``fit`` eager updates of ``sharded`` end while weights are under way, on GPUs; the bits are the same."""
+    x, y = np.concatenate([share(step)[0] for step in range(6)]), np.arange(24) % 4
+    for precision in ("float32", "bfloat16"):
+        found = []
+        for placement, graph in (("replicated", False), ("sharded", False), ("sharded", "auto")):
+            trainer = trainer_of(placement, precision, graph=graph)
+            left = note_what_forward_finds(trainer)
+            trainer.fit(data.ArrayDataset(x, y), epochs=3, global_batch_size=4, progress=False)
+            found.append(state_of(trainer))
+            late = placement == "sharded" and trainer.parallel.comm.independent and size > 1
+            assert late == trainer.parallel._replica.can_give_late and late == (max(left) > 1), left
+            equal(found[-1], found[0])
+
+
+def note_what_forward_finds(trainer):
+    left, forward = [], trainer.model.forward
+
+    def noting(x):
+        arriving = trainer.parallel._replica.binding.arriving
+        left.append(0 if arriving is None else arriving.left)
+        return forward(x)
+
+    trainer.model.forward = noting
+    return left
+
+
 def the_state_of_a_model():
     trainer = trainer_of("sharded", "bfloat16")
     trainer.step(share(0))
@@ -171,7 +198,7 @@ def one_rank_in_another_call():
         raise AssertionError("nothing was raised")
 
 
-for function in (the_same_bits, checkpoints, the_state_of_a_model, one_rank_in_another_call):
+for function in (the_same_bits, checkpoints, late_weights, the_state_of_a_model, one_rank_in_another_call):
     function()
     if rank == 0:
         print(f"{function.__name__}: ok", flush=True)

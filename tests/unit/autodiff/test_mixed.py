@@ -106,7 +106,7 @@ def test_dtypes_never_mix_in_silence():
 class Arena:
     """The smallest owner of an arena with working copies."""
 
-    update, dirty, stale = 1, False, False
+    update, dirty, stale, arriving = 1, False, False, None
 
     def __init__(self, *parameters, dtype=BF16, gradients=np.float32):
         for p in parameters:

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("device")
 class Arena:
     """The smallest owner of an arena."""
 
+    arriving = None
+
     def __init__(self, *parameters, dtype="float64"):
         self.update = 0
         self.dirty = False
@@ -184,6 +186,7 @@ def test_gradient_views_may_be_wider_than_the_values():
     grad = xp.full((2, 2), np.nan, "f4")
 
     class Binding:
+        arriving = None
         update, dirty = 0, False
 
     w.bind(xp.zeros((2, 2), "f2"), grad, Binding())

@@ -1,0 +1,229 @@
+"""Arrivals: an update may end while its weights are under way, and nobody reads one that is not here."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpdp
+from mpdp import data, nn, optim, threads
+from mpdp.autodiff import Tensor
+from mpdp.comm.base import Request
+
+N, FEATURES = 60, 12
+X = np.random.default_rng(0).normal(size=(N, FEATURES)).astype("float32")
+Y = (X[:, 0] > 0).astype("int64")
+
+
+class Late(Request):
+    """What a transport that carries by itself would bring later: it is in the array once somebody has waited."""
+
+    def __init__(self, comm, array, bounds, log):
+        self._array, self._log = array, log
+        self._whole = array.copy()
+        comm.all_gather(self._whole, bounds)
+        log.append("start")
+
+    def wait(self):
+        self._log.append("wait")
+        self._array[...] = self._whole
+
+
+def make_late(world, log):
+    comm = world.axis("data")
+    comm.independent = True
+    comm.start_all_gather = lambda array, bounds, lane="bulk": Late(comm, array, bounds, log)
+
+
+class Net(nn.Module):
+    """Layers in several chunks; what they read is noted between the starts and the waits of chunks."""
+
+    def __init__(self, log=None):
+        self.layers = [nn.Linear(FEATURES, 160), nn.LayerNorm(160), nn.Linear(160, 160), nn.Linear(160, 2)]
+        self._log = log
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            if self._log is not None:
+                self._log.append(i)
+            x = layer(x)
+            x = x.relu() if i < 3 else x
+        return x
+
+
+def trainer_of(placement, optimizer="adamw", log=None, **options):
+    kind = {"adamw": optim.AdamW, "lamb": optim.LAMB}[optimizer]
+    mpdp.seed(1)
+    return mpdp.Trainer(
+        Net(log), nn.cross_entropy, kind(0.01), placement=placement, chunk_bytes=32768, seed=1, **options
+    )
+
+
+def fit(trainer, **options):
+    trainer.fit(data.ArrayDataset(X, Y), global_batch_size=20, progress=False, **{"epochs": 2, **options})
+
+
+def state(trainer):
+    weights, slots = trainer.parallel.collect()
+    return None if weights is None else [weights.tobytes(), *[slot.tobytes() for slot in slots.values()]]
+
+
+def run(body, n=2):
+    return threads.run(body, n, devices=["cpu"] * n)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("adamw", {"clip_norm": 0.1}), ("lamb", {"accumulate": 2}), ("adamw", {"ema": 0.75})],
+)
+def test_the_bits_are_those_of_updates_that_wait(precision, optimizer, options):
+    def body():
+        log, found = [], []
+        world = mpdp.init()
+        for late in (False, True):
+            if late:
+                make_late(world, log)
+            trainer = trainer_of("sharded", optimizer, precision=precision, **options)
+            fit(trainer, validation=data.ArrayDataset(X[:7], Y[:7]))
+            trainer.check_replicas()
+            found.append((state(trainer), trainer.history))
+        return found, log.count("start"), log.count("wait"), len(trainer.parallel.reducer.chunks)
+
+    for (first, second), starts, waits, chunks in run(body, 3):
+        assert first == second
+        assert starts == waits and chunks >= 3 and starts % chunks == 0 and starts >= 6 * chunks
+
+
+def test_forward_waits_for_the_chunks_that_it_reads_and_no_other():
+    def body():
+        log = []
+        make_late(mpdp.init(), log)
+        trainer = trainer_of("sharded", log=log)
+        started, give = [], trainer.parallel.reducer.placement.start_giving
+
+        def start(view, chunk):
+            started.append(chunk)
+            return give(view, chunk)
+
+        trainer.parallel.reducer.placement.start_giving = start
+        fit(trainer, updates=5, epochs=None)
+        chunks = len(trainer.parallel.reducer.chunks)
+        assert started == [*reversed(range(chunks))] * 5  # the first layers lie in the last chunk
+        return log, {p.name: trainer.parallel.reducer.span(p.name) for p in trainer.model.parameters()}
+
+    for log, spans in run(body):
+        chunks = max(last for _, last in spans.values())
+        fourth, fifth = [i for i, what in enumerate(log) if what == 0][3:5]  # of one epoch, without a check
+        forward, behind = log[fourth:fifth], log[fifth:]
+        assert forward[-chunks:] == ["start"] * chunks  # the update ended there: nobody has waited
+        assert forward[-chunks - 1] == 3, forward
+        first = set(range(*spans["layers.0.weight"])) | set(range(*spans["layers.0.bias"]))
+        assert len(first) < chunks and behind[1 : len(first) + 2] == ["wait"] * len(first) + [1]
+        assert log.count("wait") == 5 * chunks
+
+
+class Kept(mpdp.Callback):
+    """Looks at arrays of weights that were kept from before."""
+
+    def __init__(self):
+        self.views, self.seen = [], []
+
+    def look(self):
+        self.seen.append([view.tobytes() for view in self.views])
+
+    def on_step(self, trainer):
+        self.look()
+
+
+@pytest.mark.parametrize("calls_back", [True, False])
+def test_arrays_that_a_program_has_kept_are_whole_wherever_its_code_runs(calls_back):
+    """In callbacks and metrics, behind fit, and behind each step of a loop of its own."""
+
+    def body():
+        world, kept = mpdp.init(), Kept()
+        make_late(world, [])
+
+        def metric(output, target):
+            kept.look()
+            return 0.0, len(target)
+
+        trainer = trainer_of("sharded", callbacks=[kept] if calls_back else [])
+        kept.views = [p.data for p in trainer.model.parameters()]
+        fit(trainer, validation=data.ArrayDataset(X, Y), metrics=[metric])
+        kept.look()
+        for step in range(2):
+            trainer.step((X[step::4][world.rank :: world.size], Y[step::4][world.rank :: world.size]))
+            kept.look()
+        return kept.seen, [p.data.tobytes() for p in trainer.model.parameters()]
+
+    (seen, last), (other, end) = run(body)
+    assert seen == other and seen[-1] == last == end
+    assert len(seen) >= 5 + 6 * calls_back and seen[-3] != seen[-1]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_whoever_asks_a_parameter_waits_for_it(precision):
+    readers = [
+        lambda p: p.data.copy(),
+        lambda p: p.numpy().copy(),
+        lambda p: p.detach().data.copy(),
+        lambda p: copy.deepcopy(p).data,
+        lambda p: (p * 1.0).data,
+        lambda p: np.array([p[0, 0].item()]),
+        lambda p: Tensor(p).data.copy(),
+    ]
+
+    def body():
+        world, found = mpdp.init(), []
+        make_late(world, [])
+        trainer = trainer_of("sharded", precision=precision)
+        parallel = trainer.parallel
+        share = slice(world.rank, 20, world.size)
+        parallel.gives_late = True
+        for read in readers:
+            parallel.backward(nn.cross_entropy(parallel(X[share]), Y[share]))
+            parallel.step(trainer.optimizer)
+            assert parallel._replica.binding.arriving.left > 1
+            found.append(read(trainer.model.layers[2].weight).tobytes())
+            assert parallel._replica.binding.arriving is not None  # of the others nobody has asked
+        parallel.arrive()
+        assert parallel._replica.binding.arriving is None
+        return found
+
+    one, other = run(body)
+    assert one == other
+
+
+def test_the_owner_writes_nothing_that_is_still_under_way():
+    """An update without a forward pass in between, as of a rank without samples, waits for the one before."""
+
+    def body():
+        log = []
+        make_late(mpdp.init(), log)
+        trainer = trainer_of("sharded")
+        parallel = trainer.parallel
+        parallel.gives_late = True
+        rank = parallel.world.rank
+        for _ in range(2):
+            loss = nn.cross_entropy(parallel(X), Y) if rank == 0 else None
+            if rank:
+                assert parallel._replica.binding.arriving is None or log[-1] == "start"
+            parallel.backward(loss)
+            parallel.step(trainer.optimizer)
+        parallel.arrive()
+        return log.count("start"), log.count("wait"), [p.data.tobytes() for p in trainer.model.parameters()]
+
+    one, other = run(body)
+    assert one == other and one[0] == one[1]
+
+
+def test_a_moving_average_of_whole_weights_waits_for_them():
+    def body():
+        log = []
+        make_late(mpdp.init(), log)
+        trainer = trainer_of("sharded", ema=0.5)
+        fit(trainer, updates=1, epochs=None)
+        return trainer.parallel._replica.can_give_late, "wait" in log
+
+    assert run(body) == [(False, True)] * 2
