@@ -3,6 +3,7 @@
 The placements train the same model on the same data, in turns, a block each; a figure is the median of the blocks, a
 ratio that of the ratios of blocks of one turn. Bytes sent are counted by a spy in the place of the communicator's calls
 (``traffic``) during the first step, for the largest rank and all together; the ranks' state is read from the trainers.
+On GPUs ``sharded in fit`` is the step that ``fit`` does, whose weights arrive beside the next forward pass.
 """
 
 from __future__ import annotations
@@ -39,6 +40,21 @@ class _PlacedSide(OwnSide):
         with Traffic(self._comm) as traffic:
             super()._first_step()
         self.sent = traffic.sent["bulk"]
+
+
+class _LateSide(_PlacedSide):
+    """The same as ``fit`` does it: a step ends while its weights are under way."""
+
+    def __init__(self, world: World, setting: Setting) -> None:
+        super().__init__(world, setting)
+        self.name += " in fit"
+
+    def _steps(self, count: int) -> None:
+        parallel = self.trainer.parallel
+        parallel.gives_late = True
+        super()._steps(count)
+        parallel.gives_late = False
+        parallel.arrive()
 
 
 def run(
@@ -84,6 +100,8 @@ def measure(world: World, what: Setting, blocks: int, seconds: float) -> dict[st
     """Return what each placement takes, as JSON-able data. **Collective.**"""
     comm = world.axis("data")
     sides = [_PlacedSide(world, setting_with(what, placement)) for placement in PLACEMENTS]
+    if comm.size > 1 and comm.independent:
+        sides.append(_LateSide(world, setting_with(what, "sharded")))
     for side in sides:
         world.log("info", f"bench: {side.name} prepares")
         side.prepare()
@@ -136,13 +154,13 @@ def table(result: dict[str, Any]) -> list[str]:
         f"{result['precision']}, {result['elements']:,} parameters"
     )
     header = (
-        f"{'placement':<12}{'step us':>10}{'ratio':>7}{'optimizer MB':>14}{'weights MB':>12}{'sent MB':>10}"
+        f"{'placement':<15}{'step us':>10}{'ratio':>7}{'optimizer MB':>14}{'weights MB':>12}{'sent MB':>10}"
         f"{'sent MB, mean':>15}"
     )
     lines = [title, header]
     for row in result["rows"]:
         lines.append(
-            f"{row['placement']:<12}{row['step_us']:>10,.0f}{row['ratio']:>7.2f}"
+            f"{row['placement']:<15}{row['step_us']:>10,.0f}{row['ratio']:>7.2f}"
             f"{row['optimizer_bytes']['largest'] / 1e6:>14.2f}{row['parameter_bytes'] / 1e6:>12.2f}"
             f"{row['sent_bytes']['largest'] / 1e6:>10.2f}{row['sent_bytes']['mean'] / 1e6:>15.2f}"
         )

@@ -25,6 +25,7 @@ class Arrivals:
 
     Attributes:
         waited_seconds: time that the calling thread has waited here.
+        followed: graphs wait for the requests themselves.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Arrivals:
         chunks_of: Mapping[Any, tuple[int, int]],
         over: Callable[[Arrivals], None],
     ) -> None:
+        self.followed = False
         self._requests: list[Request | None] = list(requests)
         self._left = len(self._requests)
         self._chunks_of, self._over = chunks_of, over

@@ -21,10 +21,14 @@ from . import averaging
 from .collectives import average_trained
 from .data_parallel import DataParallel
 from .forms import split_captured
-from .update import sums_of, update
+from .recorder import Follow
+from .update import sums_of, update, update_own
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
+LATE_BYTES = (
+    16 << 20
+)  # of weights that are given: with less, more launches would cost more than the gather does
 
 
 @dataclass
@@ -93,7 +97,34 @@ class Capture:
         self.graphs.clear()
         self.finish = self.used = None
 
-    def update(self, parts: Sequence[Any], keys: Sequence[Any], looks: bool) -> None:
+    @property
+    def can_give_late(self) -> bool:
+        """Whether updates leave their weights under way, so that the next graph waits for them chunk by chunk."""
+        replica = self.parallel._replica
+        return (
+            self.parallel.gives_late
+            and self.inside
+            and replica.can_give_late
+            and sum(view.nbytes for view in replica.given) >= LATE_BYTES
+        )
+
+    def launches(self, late: bool) -> None:
+        """Wait for weights that are under way, unless the next graph does so itself. **Local.**"""
+        binding = self.parallel._replica.binding
+        if late and binding.arriving is not None and binding.arriving.followed:
+            binding.arriving = None
+        else:
+            self.parallel.arrive()
+
+    def give_late(self) -> None:
+        """Start to give all ranks what the launched update writes, for the next graph to wait for. **Collective.**"""
+        replica = self.parallel._replica
+        for chunk, request in enumerate(replica.give_late()):
+            self.recorder.mark(chunk, request)
+        assert replica.binding.arriving is not None
+        replica.binding.arriving.followed = True
+
+    def update(self, parts: Sequence[Any], keys: Sequence[Any], looks: bool, late: bool = False) -> None:
         """Record what is missing for an update; nothing runs. **Collective.**
 
         Ranks meet their forms of inputs at different updates. Where one has a graph to record all record theirs, also
@@ -103,6 +134,7 @@ class Capture:
             parts: the micro-batches.
             keys: of their graphs.
             looks: keep the model's outputs.
+            late: leave the weights under way; :meth:`give_late` comes behind each launch.
 
         Raises:
             Exception: what cannot be recorded.
@@ -137,10 +169,11 @@ class Capture:
                     before = -1 if i == 0 else binding.update  # as if the micro-batches before had run
                     for parameter in parallel.parameters.values():
                         parameter._written = before
-                    self.graphs[key] = self._record(part, i == 0, i == len(parts) - 1, looks)
+                    self.graphs[key] = self._record(part, i == 0, i == len(parts) - 1, looks, late)
             if not self.inside and self.finish is None:
                 self.finish = self.recorder.record(self._apply)
         finally:
+            binding.arriving = None
             parallel.abandon()
             reducer.step = reduced
             self._kernels.begin_step(
@@ -171,25 +204,29 @@ class Capture:
                 own[start // layout.SPAN : stop // layout.SPAN] = True
             board.share(own, self._comm.rank, self._comm.size)
 
-    def _record(self, part: Any, first: bool, last: bool, looks: bool) -> Captured:
+    def _record(self, part: Any, first: bool, last: bool, looks: bool, late: bool) -> Captured:
         """Capture one micro-batch."""
         targets: list[Any] = []
         inputs, kwargs, target = _like((part.inputs, part.kwargs, part.target), targets, self._kernels)
         captured = Captured(targets, inputs, kwargs, target, part.count)
-        captured.graph = self.recorder.record(lambda: self._micro_batch(captured, first, last, looks))
+        captured.graph = self.recorder.record(lambda: self._micro_batch(captured, first, last, looks, late))
         self.count += 1
         return captured
 
-    def _micro_batch(self, captured: Captured, first: bool, last: bool, looks: bool) -> None:
+    def _micro_batch(self, captured: Captured, first: bool, last: bool, looks: bool, late: bool) -> None:
         """Launch everything that one micro-batch takes; **Collective** for the last."""
         parallel, board, precision = self.parallel, self.board, self.parallel.precision
         assert board is not None
         board.begin(captured.targets, captured.count)
         self._kernels.begin_step(board.step)
+        replica = parallel._replica
+        if late and first:
+            replica.expect([Follow(self.recorder, chunk) for chunk in range(len(replica.given))])
         with samples(SampleContext(parallel.seed, board.step, board.start, captured.count)):
             output = precision.forward(captured.inputs or (), captured.kwargs, parallel.model)
         captured.output = _detached(output) if looks else None  # nothing else may hold what the graph writes
         loss = self.loss_function(output, captured.target)
+        replica.arrive()  # before a chunk of the gradient is reduced on the lane that the weights have come on
         total, factor, count = split_captured(loss, captured.count)
         del output, loss  # backward writes over logits that nobody refers to
         precision.check_loss(total)
@@ -207,11 +244,11 @@ class Capture:
             seed = board.seed if factor == 1.0 else board.seed * factor
         if not precision.plain:
             with precision.products():
-                self._backward(tape, seed, last)
+                self._backward(tape, seed, last, late)
         else:
-            self._backward(tape, seed, last)
+            self._backward(tape, seed, last, late)
 
-    def _backward(self, tape: Tape, seed: Any, last: bool) -> None:
+    def _backward(self, tape: Tape, seed: Any, last: bool, late: bool) -> None:
         parallel, board = self.parallel, self.board
         plans, signature = parallel._plans, tape.signature
         if not last:
@@ -241,7 +278,7 @@ class Capture:
         tape.backward(seed, plan.after)
         reducer.wait()
         average_trained(self._comm, parallel._averaging, float(parallel._own))
-        self._apply()
+        self._apply(late)
 
     def _know_used(self, plan: Any) -> None:
         """Take over which parameters are used; on all ranks they must be the same."""
@@ -252,7 +289,7 @@ class Capture:
             )
         self.used = used
 
-    def _apply(self) -> None:
+    def _apply(self, late: bool = False) -> None:
         """Launch the decision and the optimizer."""
         parallel, board = self.parallel, self.board
         assert board is not None
@@ -267,7 +304,11 @@ class Capture:
         }  # fmt: skip
         optimizer = self.optimizer
         sums = sums_of(replica, optimizer, partial(optimizer.prepare_range_captured, gradient, **given))
-        update(replica, partial(optimizer.apply_captured, gradient, sums=sums, **given))
+        apply = partial(optimizer.apply_captured, gradient, sums=sums, **given)
+        if late:
+            update_own(replica, apply)
+        else:
+            update(replica, apply)
         averaging.move(replica, board.apply)
 
 

@@ -225,7 +225,7 @@ class GraphStep:
             self._modes_version = changes.modes
             self._modes = tuple(module.training for _, module in parallel.model.named_modules())
         keys, sources = [], []
-        last = len(parts) - 1
+        last, late = len(parts) - 1, self.capture.can_give_late
         own = sum(part.count for part in parts) if parallel._averaging else 0
         for i, part in enumerate(parts):
             if not part.count:
@@ -235,7 +235,7 @@ class GraphStep:
             if len(arrays) > MOST_ARRAYS:
                 return None
             place = (i == 0, i == last, own if i == last else 0)
-            keys.append((form, part.count, place, self._modes, parallel.exponent, looks))
+            keys.append((form, part.count, place, self._modes, parallel.exponent, looks, late))
             sources.append(arrays)
         self._sources = sources
         found = tuple(keys)
@@ -264,7 +264,7 @@ class GraphStep:
         self.parallel.arrive()
         error: Exception | None = None
         try:
-            self.capture.update(parts, self._keys, looks)
+            self.capture.update(parts, self._keys, looks, self._keys[-1][-1])
         except Exception as caught:
             error = caught
         failed = error is not None
@@ -304,7 +304,8 @@ class GraphStep:
         parallel, board, optimizer = self.parallel, self.capture.board, self.optimizer
         assert board is not None
         check_rate(lr, parallel.step_count)
-        parallel.arrive()  # of an eager update before
+        late = self._latest[0][-1][-1]
+        self.capture.launches(late)
         binding = parallel._replica.binding
         if binding.stale:
             parallel._replica.refresh()
@@ -337,6 +338,8 @@ class GraphStep:
             part.release()
         if not self._inside:
             self._reduce()
+        if late:
+            self.capture.give_late()
         binding.update += 1
         parallel._own = 0
         loss = LateLoss(self._settle_upto, self._updates)

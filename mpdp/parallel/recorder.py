@@ -11,7 +11,22 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..comm.base import Request
 from ..device import Device
+
+_EXTERNAL = (
+    1  # cudaEventWaitExternal: a graph waits, each time it is launched, for what was recorded last until then
+)
+
+
+class Follow(Request):
+    """What a graph waits for, each time it runs: see :meth:`CudaRecorder.follow`."""
+
+    def __init__(self, recorder: Any, number: int) -> None:
+        self._recorder, self._number = recorder, number
+
+    def wait(self) -> None:
+        self._recorder.follow(self._number)
 
 
 class Graph:
@@ -38,7 +53,9 @@ class CudaRecorder:
         with self._cupy.cuda.Device(self._ordinal):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
             self._side = self._cupy.cuda.Stream(non_blocking=True)
+            self._arrivals = self._cupy.cuda.Stream(non_blocking=True)
             self._pool = self._cupy.cuda.MemoryPool()
+        self._events: list[Any] = []
 
     @property
     def held_bytes(self) -> int:
@@ -62,6 +79,26 @@ class CudaRecorder:
             yield
         finally:
             before.use()
+
+    def mark(self, number: int, request: Request) -> None:
+        """Let the graphs that :meth:`follow` a number wait for a request from now on. **Local.**"""
+        event, before = self._event(number), self._current()
+        self._arrivals.use()
+        try:
+            request.wait()
+            event.record(self._arrivals)
+        finally:
+            before.use()
+
+    def follow(self, number: int) -> None:
+        """Record that a graph waits, whenever it is launched, for what was marked last by a number. **Local.**"""
+        self._cupy.cuda.runtime.streamWaitEvent(self._current().ptr, self._event(number).ptr, _EXTERNAL)
+
+    def _event(self, number: int) -> Any:
+        with self._cupy.cuda.Device(self._ordinal):
+            while len(self._events) <= number:
+                self._events.append(self._cupy.cuda.Event(disable_timing=True))
+        return self._events[number]
 
     def record(self, body: Callable[[], None]) -> Graph:
         """Call a function and return what it launched, which has not run then. **Local.**

@@ -6,7 +6,7 @@ parameters are frozen or thawed. When gradients are computed and reduced is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from .. import kernels
 from ..autodiff import Buffer, Parameter
 from ..comm.agreement import compare, together
-from ..comm.base import Communicator
+from ..comm.base import Communicator, Request
 from ..device import Device
 from ..errors import DisagreementError, DivergenceError
 from ..nn import Module
@@ -219,9 +219,15 @@ class Replica:
         sharded = self._placement == "sharded" and not self.placement.whole
         return sharded and self.comm.independent and (self.average is None or self.masters is not None)
 
-    def give_late(self) -> None:
-        """Start to give all ranks what this one has updated; see :class:`Arrivals`. **Collective.**"""
-        self.binding.arriving = Arrivals(self.placement.give(self.given), self._chunks_of, self._arrived)
+    def give_late(self) -> list[Request]:
+        """Start to give all ranks what this one has updated, and return a request for each chunk. **Collective.**"""
+        requests = self.placement.give(self.given)
+        self.expect(requests)
+        return requests
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Let whoever reads a parameter wait for the requests of its chunks; see :class:`Arrivals`. **Local.**"""
+        self.binding.arriving = Arrivals(requests, self._chunks_of, self._arrived)
 
     def arrive(self) -> None:
         """Wait for the weights that are under way. **Local.**"""

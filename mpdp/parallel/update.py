@@ -114,11 +114,7 @@ def update(replica: Replica, apply: Callable[[int, int], None], *, late: bool = 
     """
     replica.arrive()  # owners write again what they have given
     if late and replica.can_give_late:
-        assert replica.placement.held is not None
-        for start, stop in replica.placement.held:
-            apply(start, stop)
-        if replica.masters is not None:
-            replica.masters.share()
+        update_own(replica, apply)
         replica.give_late()
         return
     replica.placement.update(replica.given, apply)
@@ -126,6 +122,21 @@ def update(replica: Replica, apply: Callable[[int, int], None], *, late: bool = 
         replica.masters.share()
     elif replica.placement.held == () and replica.copies is not None:
         replica.kernels.store(replica.weights, replica.copies)  # what has come are the masters
+
+
+def update_own(replica: Replica, apply: Callable[[int, int], None]) -> None:
+    """Apply an update to the slices of this rank, of which ``replica.give_late`` gives the new weights.
+
+    **Collective.** It can be captured.
+
+    Args:
+        replica, apply: as for :func:`update`.
+    """
+    assert replica.placement.held is not None
+    for start, stop in replica.placement.held:
+        apply(start, stop)
+    if replica.masters is not None:
+        replica.masters.share()
 
 
 def show(replica: Replica) -> None:
