@@ -77,7 +77,6 @@ class CudaIpcCommunicator(Communicator):
 
     transport = "cuda_ipc"
     capturable = True
-    independent = True
 
     def __init__(
         self,
@@ -133,7 +132,11 @@ class CudaIpcCommunicator(Communicator):
         mine = gpu.identity.hex() + f" {gpu.multiprocessors}"
         texts = [text.decode().split() for text in self.host.all_gather_bytes(mine.encode())]
         names = [name for name, _ in texts]
-        share = min(int(count) for _, count in texts) // max(names.count(name) for name in names)
+        sharing = max(names.count(name) for name in names)
+        self.independent = (
+            sharing == 1
+        )  # else kernels of another rank stand where a collective's blocks have to
+        share = min(int(count) for _, count in texts) // sharing
         urgent = max(1, min(MOST_BLOCKS["urgent"], share // 4))
         return {"bulk": max(1, min(MOST_BLOCKS["bulk"], share - urgent)), "urgent": urgent}
 

@@ -101,8 +101,7 @@ class DataParallel:
         self.seed = seed
         self.step_count = 0
         self.next_rate: float | None = None
-        self.gives_late = False
-        self.last_count = self.last_loss_sum = 0.0
+        self.last_count, self.last_loss_sum, self.gives_late = 0.0, 0.0, False
         self.set_nominal_count(nominal_count)
         exchange(self.comm, Kind.CONSTRUCT, 0)
         compare(self.comm, "model", {"dropout seed": seed, "nominal_count": nominal_count})
@@ -431,8 +430,8 @@ class DataParallel:
                     scale *= min(1.0, clip_norm / (norm + 1e-6))
                 given: dict[str, Any] = {"scale": scale, "used": self._used, "clip_value": clip_value}
                 sums = sums_of(replica, optimizer, partial(optimizer.prepare, gradient, **given))
-                apply = partial(optimizer.apply, gradient, lr=lr, sums=sums, **given)
-                update(replica, apply, late=self.gives_late)
+                given |= {"lr": lr, "sums": sums}
+                update(replica, partial(optimizer.apply, gradient, **given), late=self.gives_late)
                 optimizer.finish_update(self._used)
                 averaging.move(replica)
         finally:

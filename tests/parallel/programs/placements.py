@@ -123,6 +123,8 @@ def checkpoints():
 def late_weights():
     """Inside ``fit`` eager updates of ``sharded`` end while weights are under way, on GPUs; the bits are the same."""
     capture.LATE_BYTES = 1
+    comm = world.axis("data")
+    comm.independent = comm.independent or comm.capturable  # also where ranks share a GPU
     x, y = np.concatenate([share(step)[0] for step in range(6)]), np.arange(24) % 4
     for precision in ("float32", "bfloat16"):
         found = []
