@@ -23,7 +23,7 @@ from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, joined
 from . import arguments, evaluation
-from .callbacks import Callback, check_metric
+from .callbacks import Callback, check_names
 from .calling import agree_to_stop, call_back
 from .evaluation import Metric
 from .failing import ends_the_job
@@ -277,8 +277,7 @@ class Trainer(RunFiles):
         self.saves.check()
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
-        if self.keep_best is not None:
-            check_metric("keep_best", self.keep_best, plan.row)
+        together(comm, lambda: check_names(self, plan.row))
         if plan.ema:
             together(comm, lambda: averaging.require(self.parallel._replica))
         agree(

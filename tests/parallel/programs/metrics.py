@@ -115,5 +115,23 @@ try:
     raise AssertionError("accepted")
 except ValueError as caught:
     assert "metrics: expected validation= beside half_range" in str(caught), caught
+
+# -- so is a name that no row of the history will have, on whichever rank it is wrong, before anything is trained
+wrong = [mpdp.EarlyStopping("loss" if rank < size - 1 else "accuracy", mode="max")]
+for options, words in (
+    (
+        {"callbacks": wrong},
+        "metric: expected one of loss, validation_loss in the history, got 'accuracy' for Early",
+    ),
+    ({"schedule": optim.ReduceOnPlateau("top_2", mode="max")}, "got 'top_2' for ReduceOnPlateau"),
+):
+    other = mpdp.Trainer(nn.Linear(4, C), nn.cross_entropy, optim.SGD(lr=0.1), **options)
+    try:
+        other.fit(test, epochs=1, global_batch_size=8, validation=test)
+        raise AssertionError("accepted")
+    except ValueError as caught:
+        assert words in str(caught) and other.step_count == 0, caught
+        assert size == 1 or caught.agreed
+    world.comm.barrier()
 record(seen)
 print(f"all passed on rank {rank}", flush=True)
