@@ -407,13 +407,16 @@ class Trainer(RunFiles):
         **Collective.** The same numbers on every rank, for any number of ranks.
 
         Args:
-            dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
+            dataset: the same on all ranks, of one sample or more; it may be shorter than the number of ranks.
             metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
             ema: evaluate the averaged weights.
 
         Returns:
-            ``{"loss": ..., name of each metric: ...}``.
+            ``{"loss": ..., name of each metric: ...}``; NaN where all targets are left out, as with ``ignore_index``.
+
+        Raises:
+            ValueError, TypeError: a bad argument, sample or label, or empty data, on all ranks.
         """
         self.settle()
         return evaluation.run(self, dataset, metrics, global_batch_size, ema)

@@ -63,9 +63,6 @@ for batch in (1, 4, 21, None):
     if rank == 0:
         np.testing.assert_allclose(alone, logits, rtol=1e-12, atol=1e-14)
 assert trainer.predict(data.ArrayDataset(x[:0], y[:0])) is None
-assert np.isnan(
-    trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.Gather(half_range)])["half_range"]
-)
 
 
 class Two(nn.Module):
@@ -110,6 +107,12 @@ for metrics, error, words in (
         raise AssertionError("accepted")
     except error as caught:
         assert words in str(caught) and (size == 1 or "on rank 0 of" in str(caught)), caught
+try:
+    trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.Gather(half_range)])
+    raise AssertionError("accepted")
+except ValueError as caught:
+    assert "dataset: expected at least one sample to evaluate, got an empty data set" in str(caught), caught
+    assert size == 1 or caught.agreed
 try:
     trainer.fit(test, epochs=4, global_batch_size=8, metrics=[nn.Gather(half_range)])
     raise AssertionError("accepted")

@@ -106,6 +106,11 @@ def test_bad_arguments(options, error, message):
         ({"dataset": 3}, TypeError, r"dataset: expected an object with __len__ and __getitem__, got int"),
         ({"dataset": []}, ValueError, r"dataset: expected at least one sample, got an empty data set"),
         (
+            {"validation": []},
+            ValueError,
+            r"validation: expected at least one sample, got an empty data set; check",
+        ),
+        (
             {"validation": 3},
             TypeError,
             r"validation: expected an object with __len__ and __getitem__, got int",
