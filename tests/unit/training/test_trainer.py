@@ -627,6 +627,27 @@ def test_a_batch_may_be_lists():
     assert len(losses) == 1
 
 
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        (
+            ([[1.0, 2.0]], [0]),
+            r"inputs\[0\]: expected arrays as a model's inputs, got the list \[1.0, 2.0\]; pass",
+        ),
+        ([[[1.0, 2.0]], [0]], r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        (([[1.0, 2.0], [3.0, 4.0]], [0, 1]), r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        (([[1]], [2], [0]), r"inputs\[0\]: .* got the list \[\[1\]\]"),
+        ([[1.0, 2.0]], r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        ({"x": [[1.0, 2.0]], "target": [0]}, r"inputs\['x'\]: .* got the list \[\[1.0, 2.0\]\]"),
+    ],
+)
+def test_lists_of_numbers_are_no_inputs(batch, got):
+    t = trainer()
+    with pytest.raises(TypeError, match=got):
+        t.step(batch)
+    assert t.step_count == 0
+
+
 def test_a_batch_without_a_target_reaches_the_loss():
     t = trainer(loss=lambda output, target: output.mean() if target is None else None)
     t.step((np.ones((2, 4), "float32"),))
