@@ -68,6 +68,10 @@ class MultiHeadAttention(Module):
         self.projection = Linear(width, width, bias, **options)
         self.dropout = Dropout(dropout) if dropout else None
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"width={self.projection.weight.shape[0]}, heads={self.heads}, causal={self.causal}"
+
     def forward(self, x: Any, key_mask: Any = None) -> Tensor:
         """Apply the layer.
 

@@ -73,6 +73,14 @@ class Conv2d(Module):
         self.weight = init.parameter(weight_init or default, shape, dtype, "weight_init")
         self.bias = init.parameter(bias_init or default, (outputs,), dtype, "bias_init") if bias else None
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        outputs, inputs, *size = self.weight.shape
+        return (
+            f"inputs={inputs * self.groups}, outputs={outputs}, size={tuple(size)}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}"
+        )
+
     def forward(self, x: Any, relu: bool = False) -> Tensor:
         """Apply the layer to x of shape (N, C, H, W), and ReLU to the result where that is asked for."""
         return ops.conv2d(
@@ -103,6 +111,10 @@ class MaxPool2d(Module):
         self.stride = self.size if stride is None else pair("stride", stride, 1)
         self.padding = pair("padding", padding, 0)
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"size={self.size}, stride={self.stride}, padding={self.padding}"
+
     def forward(self, x: Any, relu: bool = False) -> Tensor:
         """Apply the layer to x of shape (N, C, H, W), and ReLU to the result where that is asked for."""
         return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding, relu=relu)
@@ -123,6 +135,10 @@ class AvgPool2d(Module):
         self.size = pair("size", size, 1)
         self.stride = self.size if stride is None else pair("stride", stride, 1)
         self.padding = pair("padding", padding, 0)
+
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"size={self.size}, stride={self.stride}, padding={self.padding}"
 
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (N, C, H, W)."""

@@ -66,6 +66,12 @@ class Linear(Module):
         self.weight = init.parameter(weight_init or default, (outputs, inputs), dtype, "weight_init")
         self.bias = init.parameter(bias_init or default, (outputs,), dtype, "bias_init") if bias else None
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        outputs, inputs = self.weight.shape
+        behind = "" if self.activation is None else f", activation={self.activation!r}"
+        return f"inputs={inputs}, outputs={outputs}, bias={self.bias is not None}{behind}"
+
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (..., i)."""
         return ops.linear(x, self.weight, self.bias, activation=self.activation)
@@ -91,6 +97,11 @@ class Embedding(Module):
     ) -> None:
         shape = length("count", count), length("width", width)
         self.weight = init.parameter(weight_init or init.normal(), shape, dtype, "weight_init")
+
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        count, width = self.weight.shape
+        return f"count={count}, width={width}"
 
     def forward(self, index: Any) -> Tensor:
         """Return the rows that the integers ``index`` (...) name: (..., D)."""
@@ -127,6 +138,10 @@ class LayerNorm(Module):
         self.weight = init.parameter(weight_init or init.ones, lengths, dtype, "weight_init")
         self.bias = init.parameter(bias_init or init.zeros, lengths, dtype, "bias_init")
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"shape={tuple(self.weight.shape)}, eps={self.eps}"
+
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (..., *shape)."""
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
@@ -161,6 +176,10 @@ class Dropout(Module):
         self.p = float(p)
         self._index = next_dropout_index()
         self._calls = 0
+
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"p={self.p}"
 
     def forward(self, x: Any) -> Any:
         """Apply the layer to x of shape (N, ...), or of m rows a sample (m * N, ...)."""

@@ -66,6 +66,11 @@ class Module:
         ...         return self.heads["a"](self.hidden(x).relu())
         >>> [name for name, _ in Net().named_parameters()]
         ['hidden.weight', 'hidden.bias', 'heads.a.weight']
+        >>> Net()
+        Net(
+          (hidden): Linear(inputs=4, outputs=8, bias=True)
+          (heads.a): Linear(inputs=8, outputs=2, bias=False)
+        )
     """
 
     training: bool = True
@@ -103,6 +108,20 @@ class Module:
         raise NotImplementedError(
             f"{type(self).__name__}: expected a method forward, found none; define forward(self, x)"
         )
+
+    def extra_repr(self) -> str:
+        """Return what ``repr`` shows between the brackets beside the modules; a subclass may define it.
+
+        **Local.** Here: own parameters and buffers with their shapes.
+        """
+        own = [(name, value) for name, value in vars(self).items() if isinstance(value, Parameter | Buffer)]
+        return ", ".join(f"{name}={tuple(value.shape)}" for name, value in own)
+
+    def __repr__(self) -> str:
+        try:
+            return _shown(self)
+        except (TypeError, ValueError):  # of a model that has no names; who uses it is told
+            return object.__repr__(self)
 
     # -- names ---------------------------------------------------------------------------------------------
 
@@ -248,6 +267,29 @@ def checkpoint(module: _M) -> _M:
         )
     module.recompute = True
     return module
+
+
+def _shown(root: Module) -> str:
+    """Return a module as text, with the modules below it by name, each under the module that holds it."""
+    entries: list[tuple[int, str, Module]] = []
+    holders: list[str] = []  # names of the modules that hold the next one
+    for name, module in root.named_modules():
+        while len(holders) > 1 and not name.startswith(f"{holders[-1]}."):
+            holders.pop()
+        short = name[len(holders[-1]) + 1 :] if len(holders) > 1 else name
+        entries.append((len(holders), short, module))
+        holders.append(name)
+    lines = []
+    for i, (depth, name, module) in enumerate(entries):
+        following = entries[i + 1][0] if i + 1 < len(entries) else 0
+        head = f"{'  ' * depth}{f'({name}): ' if name else ''}{type(module).__name__}("
+        extra = module.extra_repr()
+        if following > depth:
+            lines += [head, f"{'  ' * (depth + 1)}{extra}"] if extra else [head]
+        else:
+            lines.append(f"{head}{extra})")
+            lines += [f"{'  ' * level})" for level in range(depth - 1, following - 1, -1)]
+    return "\n".join(lines)
 
 
 def _kind(value: Any) -> str:

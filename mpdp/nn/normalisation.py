@@ -77,6 +77,13 @@ class BatchNorm(Module):
         self.running_mean = Buffer(np.zeros(channels, dtype))
         self.running_var = Buffer(np.ones(channels, dtype))
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return (
+            f"channels={self.running_mean.shape[0]}, eps={self.eps}, momentum={self.momentum}, "
+            f"affine={self.weight is not None}, global_stats={self.communicates}"
+        )
+
     @property
     def global_stats(self) -> bool:
         """Whether statistics are those of the global micro-batch."""
@@ -162,6 +169,10 @@ class GroupNorm(Module):
         self.weight = init.parameter(weight_init or init.ones, (channels,), dtype, "weight_init")
         self.bias = init.parameter(bias_init or init.zeros, (channels,), dtype, "bias_init")
 
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"groups={self.groups}, channels={self.weight.shape[0]}, eps={self.eps}"
+
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (N, C, ...)."""
         return ops.group_norm(x, self.groups, self.weight, self.bias, eps=self.eps)
@@ -194,6 +205,10 @@ class RMSNorm(Module):
         self.weight = init.parameter(
             weight_init or init.ones, (length("width", width),), dtype, "weight_init"
         )
+
+    def extra_repr(self) -> str:
+        """Return the arguments. **Local.**"""
+        return f"width={self.weight.shape[0]}, eps={self.eps}"
 
     def forward(self, x: Any) -> Tensor:
         """Apply the layer to x of shape (..., D)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .groups import Group, decays_in, non_negative
+from .groups import Group, decays_in, non_negative, takes_no_parameters
 from .optimizer import Optimizer, Shared
 
 
@@ -41,6 +41,7 @@ class Adam(Optimizer):
     counted = True
     _coupled = True  # decay acts through the gradient
 
+    @takes_no_parameters
     def __init__(
         self,
         lr: float,
@@ -155,6 +156,7 @@ class AdamW(Adam):
     PyTorch's reading: the decay is multiplied by the learning rate.
     """
 
+    @takes_no_parameters
     def __init__(
         self,
         lr: float,

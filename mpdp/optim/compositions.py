@@ -33,6 +33,9 @@ class _Composed(Schedule):
         for part in self._known():
             part.observe(row)
 
+    def looks_at(self) -> Sequence[str]:
+        return [name for part in self._known() for name in part.looks_at()]
+
     def state(self) -> Any:
         states = [part.state() for part in self._known()]
         return states if any(state is not None for state in states) else None

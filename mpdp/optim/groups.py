@@ -1,15 +1,19 @@
-"""Groups of parameters by name pattern, and the checks of hyper-parameters that all rules share.
+"""Groups of parameters by name pattern, and the checks of arguments that all rules share.
 
 Read next: ``plan``, which turns groups into ranges.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,30 @@ class Group:
         non_negative("lr_factor", self.lr_factor)
         if self.weight_decay is not None:
             non_negative("weight_decay", self.weight_decay)
+
+
+def takes_no_parameters(constructor: _F) -> _F:
+    """Have a rule's constructor say how it is written here where it is called as in PyTorch. **Local.**"""
+
+    @functools.wraps(constructor)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = args[0] if args else kwargs.get("params")
+        many = (
+            isinstance(given, Iterable)
+            and not isinstance(given, (str, bytes))
+            and not hasattr(given, "dtype")
+        )
+        if many or hasattr(given, "parameters") or hasattr(given, "requires_grad"):
+            name = type(self).__name__
+            rate = kwargs.get("lr", args[1] if len(args) > 1 else None)
+            raise TypeError(
+                f"{name}: expected no parameters (the trainer gives it those of the model), got "
+                f"{type(given).__name__}; write {name}(lr={rate if isinstance(rate, float) else 0.001}) and pass it to "
+                "mpdp.Trainer(model, loss, optimizer)"
+            )
+        constructor(self, *args, **kwargs)
+
+    return cast(_F, checked)
 
 
 def non_negative(name: str, value: Any) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.updates import UpdateKernels
 from .adam import Adam
-from .groups import Group
+from .groups import Group, takes_no_parameters
 from .held import Ranges
 from .optimizer import Shared
 from .segments import Segments
@@ -50,6 +50,7 @@ class LAMB(Adam):
 
     needs_sums = True
 
+    @takes_no_parameters
     def __init__(
         self,
         lr: float,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .groups import Group, decays_in
+from .groups import Group, decays_in, takes_no_parameters
 from .optimizer import Optimizer, Shared
 
 
@@ -38,6 +38,7 @@ class Lion(Optimizer):
 
     slots = ("momentum",)
 
+    @takes_no_parameters
     def __init__(
         self,
         lr: float,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import on_all_ranks
@@ -108,6 +108,9 @@ class ReduceOnPlateau(Schedule):
         if self._bad > self.patience:
             self.current = max(self.current * self.factor, min(self.smallest, self.current))
             self._cooling, self._bad = self.cooldown, 0
+
+    def looks_at(self) -> Sequence[str]:
+        return (self.metric,)
 
     def _is_better(self, value: float) -> bool:
         if not math.isfinite(value):  # nothing would be better than an infinite best one by a fraction of it

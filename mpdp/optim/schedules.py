@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -25,6 +25,10 @@ class Schedule:
 
     def observe(self, row: Mapping[str, Any]) -> None:
         """Look at results; the trainer shows each row of its history, the same on every rank. **Local.**"""
+
+    def looks_at(self) -> Sequence[str]:
+        """Return the names that :meth:`observe` looks up; ``fit`` refuses one that no row will have. **Local.**"""
+        return ()
 
     def state(self) -> Any:
         """Return what was learnt from results, in a form that JSON can hold; None where nothing is. **Local.**"""

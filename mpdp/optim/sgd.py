@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .groups import Group, non_negative
+from .groups import Group, non_negative, takes_no_parameters
 from .optimizer import Optimizer, Shared
 
 
@@ -34,6 +34,7 @@ class SGD(Optimizer):
     schedule does not rescale it.
     """
 
+    @takes_no_parameters
     def __init__(
         self,
         lr: float,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import on_all_ranks
 from .arguments import mode_of
 
 if TYPE_CHECKING:
@@ -47,6 +46,13 @@ class Callback:
         printed already.
         """
 
+    def looks_at(self) -> Sequence[str]:
+        """Return the names that it looks up in the rows of the history. **Local.**
+
+        ``fit`` refuses one that no row will have, before it begins.
+        """
+        return ()
+
     def state_dict(self) -> Any:
         """Return what a checkpoint is to hold of this callback; None for nothing.
 
@@ -59,16 +65,29 @@ class Callback:
         """Take up what :meth:`state_dict` returned, on every rank, at the end of ``resume()``; tuples are lists now."""
 
 
-def check_metric(argument: str, metric: str, row: Mapping[str, Any]) -> None:
-    """Refuse a metric that the history's newest row has not. **Local**, with the same outcome on all ranks."""
-    if metric not in row:
-        known = ", ".join(key for key in row if key not in ("epoch", "step"))
-        raise on_all_ranks(
-            KeyError(
-                f"{argument}: expected one of {known} in the history, got {metric!r}; "
+def check_names(trainer: Trainer, row: Mapping[str, Any]) -> None:
+    """Refuse metrics that the trainer, its schedule or its callbacks follow and ``row`` has not.
+
+    **Local.**
+
+    Args:
+        trainer: whose ``keep_best``, ``schedule`` and ``callbacks``.
+        row: the names that the rows of the history will have.
+
+    Raises:
+        ValueError: naming the first one, and what there will be.
+    """
+    followed = [] if trainer.keep_best is None else [("keep_best", trainer.keep_best, "")]
+    for owner in (trainer.schedule, *trainer.callbacks):
+        # It need not be derived from our classes.
+        names = owner.looks_at() if hasattr(owner, "looks_at") else ()
+        followed += [("metric", name, f" for {type(owner).__name__}") for name in names]
+    for argument, name, whose in followed:
+        if name not in row:
+            raise ValueError(
+                f"{argument}: expected one of {', '.join(row)} in the history, got {name!r}{whose}; "
                 "pass it to fit in metrics=, or validation="
             )
-        )
 
 
 class EarlyStopping(Callback):
@@ -117,10 +136,13 @@ class EarlyStopping(Callback):
         names = ("metric", "patience", "min_delta", "mode")
         return {"class": type(self).__name__} | {name: getattr(self, name) for name in names}
 
+    def looks_at(self) -> Sequence[str]:
+        """Return the metric's name. **Local.**"""
+        return (self.metric,)
+
     def on_epoch(self, trainer: Trainer) -> None:
         """Ask to stop if the last ``patience`` epochs brought nothing better."""
         rows = trainer.history
-        check_metric("metric", self.metric, rows[-1])
         self.best, self.best_epoch = None, 0
         for row in rows:
             if self.metric not in row:  # an earlier call of fit had other metrics

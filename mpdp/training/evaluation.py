@@ -23,6 +23,7 @@ from ..comm.base import Communicator
 from ..data import Loader, MicroBatch, Stream, StreamLoader, as_dataset, check_dataset, map_arrays
 from ..data.streams import length_of
 from ..data.transforms import describe_dataset
+from ..errors import on_all_ranks
 from ..nn import Gather, Module
 from ..nn.metrics import finished, metric_name
 from ..parallel.forms import split_loss
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Metric = Callable[[Any, Any], Any]
 _BATCH = 1024  # samples of a forward pass over all ranks, where the caller does not say
+_NOTHING = "dataset: expected at least one sample to evaluate, got {}"
 _TAKEN = ("kind", "epoch", "step", "loss", "validation_loss")  # by the rows of the history and the log
 
 
@@ -143,6 +145,7 @@ def run(
     preemption.obey(trainer)
     stream.compare(comm)
     agree(comm, kernels.for_device(trainer.world.device).pending_error())
+    stream.refuse_empty(comm)
     return tally.reduced(comm)
 
 
@@ -224,6 +227,8 @@ def _loader(
             **describe_dataset(dataset),
         },
     )
+    if kind is Kind.EVALUATE and length_of(dataset) == 0:
+        raise on_all_ranks(ValueError(_NOTHING.format("an empty data set; check where it comes from")))
     return together(
         comm,
         lambda: (StreamLoader if isinstance(dataset, Stream) else Loader)(
@@ -251,6 +256,7 @@ class OnePass:
         self._stream = (
             loader.epochs(count=1) if isinstance(loader, StreamLoader) else loader.updates(stop=len(loader))
         )
+        self._streamed = isinstance(loader, StreamLoader)
         self._together = isinstance(loader, StreamLoader) and not loader.dataset.sharded
         self._read = 0
 
@@ -263,6 +269,15 @@ class OnePass:
         """Check that ranks which should read one stream have read equally much. **Collective.**"""
         if self._together:
             compare(comm, "dataset", {"number of elements of the stream": self._read})
+
+    def refuse_empty(self, comm: Communicator) -> None:
+        """Refuse a stream that has ended without an element on any rank, once all have read it. **Collective.**
+
+        Raises:
+            ValueError: on all ranks.
+        """
+        if self._streamed and comm.reduce_numbers([self._read], [0.0])[0] == [0]:
+            raise on_all_ranks(ValueError(_NOTHING.format("a stream that has ended; let it begin anew")))
 
     def close(self) -> None:
         """End the reading ahead. **Local.**"""

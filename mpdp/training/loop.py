@@ -14,7 +14,6 @@ from ..nn.metrics import finished, metric_name
 from ..optim import Schedule
 from ..report.progress import Progress
 from ..report.step_times import StepTimes, stragglers
-from .callbacks import check_metric
 from .calling import call_back
 from .evaluation import Tally
 from .plan import FitPlan
@@ -167,7 +166,6 @@ class FitLoop:
         call_back(trainer, "on_epoch")
         due = trainer.save_due and position.saved_step != trainer.step_count
         if trainer.keep_best is not None:
-            check_metric("keep_best", trainer.keep_best, row)
             due = due or position.is_best(trainer.keep_best, trainer.best_mode)
         if due:
             trainer.save(wait=not trainer.async_save)

@@ -76,10 +76,11 @@ class FitPlan:
                 "ema: expected validation= beside it (metrics of training batches are of the weights), got none; "
                 "pass validation data or leave it out"
             )
-        if self.length == 0:
-            raise ValueError(
-                "dataset: expected at least one sample, got an empty data set; check where it comes from"
-            )
+        for name, length in (("dataset", self.length), ("validation", length_of(self.validation))):
+            if length == 0:
+                raise ValueError(
+                    f"{name}: expected at least one sample, got an empty data set; check where it comes from"
+                )
         if self.per_epoch == 0:
             raise ValueError(
                 f"global_batch_size: expected at most the {self.length} samples of the data set with "

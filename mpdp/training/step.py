@@ -6,6 +6,7 @@ debugging uses, and the oracle of every faster way to run a step.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,7 +144,22 @@ class EagerStep:
 
 
 def take_apart(batch: Any, device: Device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return what a model is called with, and the target, as arrays on ``device``. **Local.**"""
+    """Return what a model is called with, and the target, as arrays on ``device``.
+
+    **Local.** A target may be a list of numbers. Inputs may not: a list of them in the first place is several inputs.
+
+    Raises:
+        TypeError: inputs that are lists of numbers.
+        ValueError: a batch of another form.
+    """
+
+    def place_input(value: Any, path: str) -> Any:
+        if isinstance(value, list):
+            raise TypeError(
+                f"{path}: expected arrays as a model's inputs, got the list {reprlib.repr(value)}; "
+                'pass (np.asarray(x, "float32"), y), and several inputs as a tuple of arrays'
+            )
+        return place(value, path)
 
     def place(value: Any, path: str) -> Any:
         return kernels.move(value if hasattr(value, "dtype") else np.asarray(value), device)
@@ -153,7 +169,11 @@ def take_apart(batch: Any, device: Device) -> tuple[tuple[Any, ...], dict[str, A
         if type(x) is type(target) is array and device_of(x) == device_of(target) == device:
             return (x,), {}, target
     inputs, kwargs, target = split_batch(batch)  # first: a list of two is inputs and target, not one array
-    return map_arrays(place, inputs), map_arrays(place, kwargs), map_arrays(place, target)
+    return (
+        map_arrays(place_input, inputs, "inputs"),
+        map_arrays(place_input, kwargs, "inputs"),
+        map_arrays(place, target),
+    )
 
 
 def cut_batch(whole: MicroBatch, accumulate: int) -> list[MicroBatch]:

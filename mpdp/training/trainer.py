@@ -23,7 +23,7 @@ from ..parallel.record import Kind, exchange
 from ..report.progress import Progress
 from ..world import World, joined
 from . import arguments, evaluation
-from .callbacks import Callback, check_metric
+from .callbacks import Callback, check_names
 from .calling import agree_to_stop, call_back
 from .evaluation import Metric
 from .failing import ends_the_job
@@ -277,8 +277,7 @@ class Trainer(RunFiles):
         self.saves.check()
         together(comm, lambda: plan.check(self.accumulate))
         compare(comm, "fit", plan.describe())
-        if self.keep_best is not None:
-            check_metric("keep_best", self.keep_best, plan.row)
+        together(comm, lambda: check_names(self, plan.row))
         if plan.ema:
             together(comm, lambda: averaging.require(self.parallel._replica))
         agree(
@@ -411,13 +410,16 @@ class Trainer(RunFiles):
         **Collective.** The same numbers on every rank, for any number of ranks.
 
         Args:
-            dataset: the same on all ranks; it may be shorter than the number of ranks. Empty data give NaN.
+            dataset: the same on all ranks, of one sample or more; it may be shorter than the number of ranks.
             metrics: ``metric(output, target) -> (sum, count)``, or ``nn.Gather``.
             global_batch_size: samples per forward pass over all ranks (default: 1024).
             ema: evaluate the averaged weights.
 
         Returns:
-            ``{"loss": ..., name of each metric: ...}``.
+            ``{"loss": ..., name of each metric: ...}``; NaN where all targets are left out, as with ``ignore_index``.
+
+        Raises:
+            ValueError, TypeError: a bad argument, sample or label, or empty data, on all ranks.
         """
         self.settle()
         return evaluation.run(self, dataset, metrics, global_batch_size, ema)

@@ -106,7 +106,8 @@ class TensorBoardWriter(Callback):
     """Write scalars for TensorBoard: ``train/loss`` and ``train/lr`` of updates, ``epoch/...`` of the history's rows.
 
     **Collective** as every callback; rank 0 writes. A resumed run writes a file of its own that tells TensorBoard to
-    leave out what lies behind the update where it goes on.
+    leave out what lies behind the update where it goes on. TensorBoard leaves out that update too where the first thing
+    to come is the row of its epoch (a run that ended in a validation), so checkpoints hold its scalars.
 
     Args:
         folder: where (default: ``tensorboard`` in the trainer's ``run_dir``).
@@ -125,14 +126,18 @@ class TensorBoardWriter(Callback):
         self._pending: list[tuple[int, float, dict[str, Any]]] = []
         self._flushed = 0.0
         self._last = 0  # the update seen last
+        self._newest: dict[str, Any] = {}  # scalars of an update, and which one
 
     def on_step(self, trainer: Trainer) -> None:
         """Write the loss and the learning rate of an update, within about two seconds."""
         if trainer.step_count <= self._last:  # this very trainer was resumed
             self.close()
+            self._newest = {}
         self._last = trainer.step_count
         if trainer.step_count % self._every == 0:
-            self._add(trainer, {"train/loss": trainer.late_loss, "train/lr": trainer.last_lr})
+            scalars = {"train/loss": trainer.late_loss, "train/lr": trainer.last_lr}
+            self._add(trainer, scalars)
+            self._newest = {"step": trainer.step_count} | scalars
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._flush()
 
@@ -149,6 +154,15 @@ class TensorBoardWriter(Callback):
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write what waits in memory."""
         self._flush()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the scalars of the newest update; None before the first."""
+        return {name: float(value) for name, value in self._newest.items()} or None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them up; what comes next begins a file."""
+        self.close()
+        self._newest = state
 
     def close(self) -> None:
         """Close the file; the next scalar opens another. **Local.**"""
@@ -172,6 +186,9 @@ class TensorBoardWriter(Callback):
         self._file = event_file_writer.EventFileWriter(str(folder))
         start = event.SessionLog(status=event.SessionLog.START)
         self._file.add_event(event.Event(wall_time=time.time(), step=step, session_log=start))
+        if self._newest.get("step") == step:  # it is left out with what lies behind it
+            again = {name: value for name, value in self._newest.items() if name != "step"}
+            self._pending.append((step, time.time(), again))
 
     def _flush(self) -> None:
         if self._file is not None and self._pending:

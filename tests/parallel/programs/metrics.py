@@ -63,9 +63,6 @@ for batch in (1, 4, 21, None):
     if rank == 0:
         np.testing.assert_allclose(alone, logits, rtol=1e-12, atol=1e-14)
 assert trainer.predict(data.ArrayDataset(x[:0], y[:0])) is None
-assert np.isnan(
-    trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.Gather(half_range)])["half_range"]
-)
 
 
 class Two(nn.Module):
@@ -111,9 +108,33 @@ for metrics, error, words in (
     except error as caught:
         assert words in str(caught) and (size == 1 or "on rank 0 of" in str(caught)), caught
 try:
+    trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.Gather(half_range)])
+    raise AssertionError("accepted")
+except ValueError as caught:
+    assert "dataset: expected at least one sample to evaluate, got an empty data set" in str(caught), caught
+    assert size == 1 or caught.agreed
+try:
     trainer.fit(test, epochs=4, global_batch_size=8, metrics=[nn.Gather(half_range)])
     raise AssertionError("accepted")
 except ValueError as caught:
     assert "metrics: expected validation= beside half_range" in str(caught), caught
+
+# -- so is a name that no row of the history will have, on whichever rank it is wrong, before anything is trained
+wrong = [mpdp.EarlyStopping("loss" if rank < size - 1 else "accuracy", mode="max")]
+for options, words in (
+    (
+        {"callbacks": wrong},
+        "metric: expected one of loss, validation_loss in the history, got 'accuracy' for Early",
+    ),
+    ({"schedule": optim.ReduceOnPlateau("top_2", mode="max")}, "got 'top_2' for ReduceOnPlateau"),
+):
+    other = mpdp.Trainer(nn.Linear(4, C), nn.cross_entropy, optim.SGD(lr=0.1), **options)
+    try:
+        other.fit(test, epochs=1, global_batch_size=8, validation=test)
+        raise AssertionError("accepted")
+    except ValueError as caught:
+        assert words in str(caught) and other.step_count == 0, caught
+        assert size == 1 or caught.agreed
+    world.comm.barrier()
 record(seen)
 print(f"all passed on rank {rank}", flush=True)

@@ -174,13 +174,31 @@ def seeds_that_differ_between_ranks():
 
 @case
 def empty_validation_data():
-    """E7: NaN where nothing was counted; a data set that is empty on one rank alone is an error on all."""
+    """E7: an error on all ranks before anything is trained, also where the data are empty on one rank alone."""
     x, t = samples()
     t_ = trainer(nn.Linear(4, 3, dtype="float64"))
-    history = t_.fit(
-        data.ArrayDataset(x, t), epochs=1, global_batch_size=4, validation=data.ArrayDataset(x[:0], t[:0])
+    nothing = data.ArrayDataset(x[:0], t[:0])
+    raises(
+        lambda: t_.fit(data.ArrayDataset(x, t), epochs=1, global_batch_size=4, validation=nothing),
+        ValueError,
+        "validation: expected at least one sample, got an empty data set; check where it comes from",
     )
-    assert np.isnan(history[0]["validation_loss"]) and np.isfinite(history[0]["loss"])
+    assert t_.step_count == 0 and t_.history == []
+    raises(
+        lambda: t_.evaluate(nothing, metrics=[nn.Gather(lambda o, t: 0.0, name="all")]),
+        ValueError,
+        "dataset: expected at least one sample to evaluate, got an empty data set; check where it comes from",
+    )
+    for sharded in (False, True):
+        raises(
+            lambda: t_.evaluate(data.Stream(lambda *_: (), sharded=sharded)),  # noqa: B023
+            ValueError,
+            "dataset: expected at least one sample to evaluate, got a stream that has ended; let it begin anew",
+        )
+    # A rank without a sample is no rank without data.
+    one = t_.evaluate(data.ArrayDataset(x[:1], t[:1]))
+    alone = data.Stream(lambda epoch, r, n: [(x[0], t[0])] if r == n - 1 else [], sharded=True)
+    close(t_.evaluate(alone)["loss"], one["loss"])
     if size > 1:
         mine = 0 if last else TOTAL
         raises(

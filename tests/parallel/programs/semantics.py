@@ -377,8 +377,14 @@ def evaluation_counts_every_sample_once():
         result = trainer.evaluate(data.ArrayDataset(x, y), metrics=[nn.accuracy], global_batch_size=batch)
         assert result["accuracy"] == 20 / 21
         close(result["loss"], softmax_gradient(np.eye(3), np.zeros(3), x, y)[0] / 21)
-    empty = trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.accuracy])
-    assert np.isnan(empty["loss"]) and np.isnan(empty["accuracy"])
+    try:
+        trainer.evaluate(data.ArrayDataset(x[:0], y[:0]), metrics=[nn.accuracy])
+    except ValueError as error:
+        assert "expected at least one sample to evaluate" in str(error) and (size == 1 or error.agreed)
+    else:
+        raise AssertionError("no error")
+    ignored = trainer.evaluate(data.ArrayDataset(x[:2], np.full(2, -100)), metrics=[nn.accuracy])
+    assert np.isnan(ignored["loss"]) and np.isnan(ignored["accuracy"]), "there are samples, and no targets"
     short = trainer.evaluate(data.ArrayDataset(x[:1], y[:1]), metrics=[nn.accuracy])
     assert short["accuracy"] == 0.0
 

@@ -320,3 +320,94 @@ def test_what_is_assigned_is_counted_for_who_wants_to_know():
     changes.anything()
     assert changes.version == 3
     assert [name for name, _ in model.named_modules()] == ["", "0", "0.extra", "1"]
+
+
+def test_a_module_shows_what_is_in_it():
+    assert (
+        repr(Tiny())
+        == """\
+Tiny(
+  scale=(), mean=(3,)
+  (first): Linear(inputs=3, outputs=4, bias=True)
+  (blocks.0): Linear(inputs=4, outputs=4, bias=True)
+  (blocks.1): ReLU()
+  (blocks.2.0): Linear(inputs=4, outputs=4, bias=False)
+  (heads.b): Linear(inputs=4, outputs=2, bias=True)
+)"""
+    )
+    shared = nn.Tanh()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), shared), shared, nn.Sequential(), nn.TransformerBlock(4, 2)
+    )
+    assert (
+        str(model)
+        == """\
+Sequential(
+  (0): Sequential(
+    (0): Linear(inputs=2, outputs=2, bias=True)
+    (1): Tanh()
+  )
+  (2): Sequential()
+  (3): TransformerBlock(
+    (norm1): LayerNorm(shape=(4,), eps=1e-05)
+    (attention): MultiHeadAttention(
+      width=4, heads=2, causal=False
+      (qkv): Linear(inputs=4, outputs=12, bias=True)
+      (projection): Linear(inputs=4, outputs=4, bias=True)
+    )
+    (norm2): LayerNorm(shape=(4,), eps=1e-05)
+    (up): Linear(inputs=4, outputs=16, bias=True, activation='gelu')
+    (down): Linear(inputs=16, outputs=4, bias=True)
+  )
+)"""
+    )
+    assert repr(model[0][0]) == "Linear(inputs=2, outputs=2, bias=True)", "its path in a model is not its own"
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (lambda: nn.Embedding(7, 3), "Embedding(count=7, width=3)"),
+        (lambda: nn.LayerNorm((2, 3), eps=0.5), "LayerNorm(shape=(2, 3), eps=0.5)"),
+        (lambda: nn.Dropout(0.25), "Dropout(p=0.25)"),
+        (
+            lambda: nn.Conv2d(4, 6, (3, 1), stride=2, padding=1, groups=2),
+            (
+                "Conv2d(inputs=4, outputs=6, size=(3, 1), stride=(2, 2), padding=(1, 1), dilation=(1, 1), groups=2, "
+                "bias=True)"
+            ),
+        ),
+        (lambda: nn.MaxPool2d(2), "MaxPool2d(size=(2, 2), stride=(2, 2), padding=(0, 0))"),
+        (lambda: nn.AvgPool2d(3, 1, 1), "AvgPool2d(size=(3, 3), stride=(1, 1), padding=(1, 1))"),
+        (
+            lambda: nn.BatchNorm1d(5, affine=False),
+            "BatchNorm1d(channels=5, eps=1e-05, momentum=0.1, affine=False, global_stats=True)",
+        ),
+        (
+            lambda: nn.BatchNorm2d(5, global_stats=False),
+            "BatchNorm2d(channels=5, eps=1e-05, momentum=0.1, affine=True, global_stats=False)",
+        ),
+        (lambda: nn.GroupNorm(2, 4), "GroupNorm(groups=2, channels=4, eps=1e-05)"),
+        (lambda: nn.RMSNorm(4), "RMSNorm(width=4, eps=1e-06)"),
+    ],
+)
+def test_a_layer_shows_its_arguments(layer, text):
+    assert repr(layer()) == text
+
+
+def test_any_module_can_be_shown():
+    class Named(nn.Module):
+        def extra_repr(self):
+            return "answer=42"
+
+    class Unordered(nn.Module):
+        def __init__(self):
+            self.layers = {nn.Linear(2, 2)}
+
+    assert repr(Named()) == "Named(answer=42)"
+    assert "Unordered object at" in repr(Unordered()), "no error where somebody looks for one"
+    deep = nn.Linear(1, 1)
+    for _ in range(2000):
+        deep = nn.Sequential(deep)
+    lines = repr(deep).splitlines()
+    assert len(lines) == 4001 and lines[2000].endswith(" (0): Linear(inputs=1, outputs=1, bias=True)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from filled_layout import Layout
 
-from mpdp import optim
+from mpdp import nn, optim
 from mpdp.errors import CheckpointError
 from mpdp.kernels.updates import CpuUpdates
 from mpdp.optim.plan import Plan
@@ -142,6 +143,42 @@ def test_bad_numbers(make, message):
 def test_bad_types(make, message):
     with pytest.raises(TypeError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rule", [optim.SGD, optim.Adam, optim.AdamW, optim.Lion, optim.LAMB])
+def test_parameters_in_the_place_of_the_learning_rate(rule):
+    """As in PyTorch: optim.Adam(model.parameters(), lr=0.01)."""
+    model, name = nn.Sequential(nn.Linear(2, 3)), rule.__name__
+    start = rf"^{name}: expected no parameters \(the trainer gives it those of the model\), got "
+    end = r" and pass it to mpdp.Trainer\(model, loss, optimizer\)$"
+    for kind, given in (
+        ("generator", model.parameters()),
+        ("list", list(model.parameters())),
+        ("list", [{"params": model.parameters()}]),
+        ("dict", dict(model.named_parameters())),
+        ("Sequential", model),
+        ("Linear", model[0]),
+        ("Parameter", model[0].weight),
+    ):
+        with pytest.raises(TypeError, match=rf"{start}{kind}; write {name}\(lr=0.02\){end}"):
+            rule(given, lr=0.02)
+        with pytest.raises(TypeError, match=rf"{start}{kind}; write {name}\(lr=0.02\){end}"):
+            rule(given, 0.02)
+        with pytest.raises(TypeError, match=rf"{start}{kind}; write {name}\(lr=0.001\){end}"):
+            rule(given)
+    with pytest.raises(TypeError, match=rf"{start}generator; write {name}\(lr=0.1\){end}"):
+        rule(params=model.parameters(), lr=0.1)
+    assert next(iter(inspect.signature(rule).parameters)) == "lr"
+    assert rule(np.float32(0.5)).lr == 0.5
+    with pytest.raises(TypeError, match=r"lr: expected a number of 0 or more, got array"):
+        rule(np.ones(2))
+
+    class Own(rule):
+        pass
+
+    with pytest.raises(TypeError, match=r"^Own: expected no parameters"):
+        Own(model.parameters(), lr=0.02)
+    assert Own(0.5).lr == 0.5
 
 
 def test_state_that_does_not_fit_changes_nothing():

@@ -11,10 +11,10 @@ from mpdp.training.calling import call_back
 pytestmark = pytest.mark.usefixtures("device")
 
 
-def trainer(callbacks):
+def trainer(callbacks, **options):
     mpdp.seed(0)
     return mpdp.Trainer(
-        nn.Linear(4, 3), nn.cross_entropy, optim.SGD(lr=0.1), world=world(), callbacks=callbacks
+        nn.Linear(4, 3), nn.cross_entropy, optim.SGD(lr=0.1), world=world(), callbacks=callbacks, **options
     )
 
 
@@ -74,8 +74,47 @@ def test_early_stopping_refuses(options, message):
 
 
 def test_early_stopping_needs_its_metric():
-    with pytest.raises(KeyError, match=r"metric: expected one of loss in the history, got 'validation_loss'"):
-        trainer([mpdp.EarlyStopping()]).fit(dataset(), epochs=2, global_batch_size=6)
+    t = trainer([mpdp.Callback(), mpdp.EarlyStopping()])
+    known = r"metric: expected one of loss, accuracy in the history, got 'validation_loss' for EarlyStopping; pass"
+    with pytest.raises(ValueError, match=known):
+        t.fit(dataset(), epochs=2, global_batch_size=6, metrics=[nn.accuracy])
+    assert t.step_count == 0, "before time is spent"
+    t.fit(dataset(), epochs=2, global_batch_size=6, validation=dataset())
+    assert t.epoch == 2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_schedule_needs_its_metric(whole):
+    plateau = optim.ReduceOnPlateau("score", mode="max")
+    if whole:
+        plateau = optim.Product(optim.StepLR(5), optim.Warmup(2, plateau))
+    t = trainer([], schedule=plateau)
+    with pytest.raises(ValueError, match=r"metric: expected one of loss in the history, got 'score' for"):
+        t.fit(dataset(), epochs=2, global_batch_size=6)
+    assert t.step_count == 0, "before time is spent"
+    t.fit(dataset(), epochs=1, global_batch_size=6, metrics=[nn.mean(lambda o, t: o[:, 0], name="score")])
+
+
+def test_a_callback_of_a_program_may_say_what_it_looks_at_or_add_it():
+    class Follows(mpdp.EarlyStopping):
+        pass
+
+    class Adds(mpdp.Callback):
+        def on_epoch(self, t):
+            t.history[-1]["score"] = 1.0
+
+    class FollowsWhatIsAdded(Follows):
+        def looks_at(self):
+            return ()
+
+    class Plain:  # with the methods, and derived from nothing
+        on_step = on_epoch = on_validation = on_checkpoint = on_exception = lambda *given: None
+
+    with pytest.raises(ValueError, match=r"got 'score' for Follows; pass it"):
+        trainer([Plain(), Follows("score", mode="max")]).fit(dataset(), epochs=1, global_batch_size=6)
+    t = trainer([Adds(), FollowsWhatIsAdded("score", patience=2, mode="max")])
+    t.fit(dataset(), epochs=9, global_batch_size=6)
+    assert t.epoch == 3
 
 
 def test_an_error_says_which_callback_it_comes_from():

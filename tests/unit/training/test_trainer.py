@@ -106,6 +106,11 @@ def test_bad_arguments(options, error, message):
         ({"dataset": 3}, TypeError, r"dataset: expected an object with __len__ and __getitem__, got int"),
         ({"dataset": []}, ValueError, r"dataset: expected at least one sample, got an empty data set"),
         (
+            {"validation": []},
+            ValueError,
+            r"validation: expected at least one sample, got an empty data set; check",
+        ),
+        (
             {"validation": 3},
             TypeError,
             r"validation: expected an object with __len__ and __getitem__, got int",
@@ -620,6 +625,27 @@ def test_a_batch_may_be_lists():
     x, y = dataset().arrays
     losses = {trainer(accumulate=2).step(batch) for batch in ((x, y), [x, y], (x, y.tolist()))}
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        (
+            ([[1.0, 2.0]], [0]),
+            r"inputs\[0\]: expected arrays as a model's inputs, got the list \[1.0, 2.0\]; pass",
+        ),
+        ([[[1.0, 2.0]], [0]], r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        (([[1.0, 2.0], [3.0, 4.0]], [0, 1]), r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        (([[1]], [2], [0]), r"inputs\[0\]: .* got the list \[\[1\]\]"),
+        ([[1.0, 2.0]], r"inputs\[0\]: .* got the list \[1.0, 2.0\]"),
+        ({"x": [[1.0, 2.0]], "target": [0]}, r"inputs\['x'\]: .* got the list \[\[1.0, 2.0\]\]"),
+    ],
+)
+def test_lists_of_numbers_are_no_inputs(batch, got):
+    t = trainer()
+    with pytest.raises(TypeError, match=got):
+        t.step(batch)
+    assert t.step_count == 0
 
 
 def test_a_batch_without_a_target_reaches_the_loss():

@@ -122,6 +122,56 @@ def test_tensorboard(tmp_path):
     assert [step for step, _ in read()["train/lr"]] == list(range(1, 13))
 
 
+class SaveAndEnd(mpdp.Callback):
+    """Save while the second epoch is validated, and end there or behind it, as a signal or a kill may."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_validation(self, t, metrics):
+        if t.step_count == 6:
+            t.save()
+            if self.at == "on_validation":
+                raise KeyboardInterrupt
+
+    def on_epoch(self, t):
+        if t.step_count == 6:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("at", ["on_validation", "on_epoch"])
+@pytest.mark.parametrize("same", [False, True])
+def test_tensorboard_of_a_run_that_ended_in_a_validation(tmp_path, at, every, same):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def fit(t):
+        return t.fit(dataset(), epochs=3, global_batch_size=4, validation=dataset())
+
+    whole = fit(trainer(tmp_path / "whole", [mpdp.TensorBoardWriter(every=every)]))
+    writer = mpdp.TensorBoardWriter(every=every)
+    t = trainer(tmp_path / "run", [writer, SaveAndEnd(at)])
+    with pytest.raises(KeyboardInterrupt):
+        fit(t)
+    if same:
+        t.callbacks = (writer,)
+    else:
+        writer.close()
+        t = trainer(tmp_path / "run", [mpdp.TensorBoardWriter(every=every)])
+    assert t.resume() and t.step_count == 6 and t.epoch == 1
+    assert fit(t) == whole
+    t.callbacks[0].close()
+    found = {}
+    for name in ("run", "whole"):
+        read = EventAccumulator(str(tmp_path / name / "tensorboard"))
+        read.Reload()
+        found[name] = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert found["run"] == found["whole"], "each row once"
+    assert [step for step, _ in found["run"]["train/loss"]] == list(range(every, 10, every))
+    assert [step for step, _ in found["run"]["epoch/validation_loss"]] == [3, 6, 9]
+
+
 def test_tensorboard_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
