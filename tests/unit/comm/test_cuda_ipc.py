@@ -323,6 +323,10 @@ def test_blocks_of_all_ranks_on_a_gpu_fit_on_it_at_once():
     blocks = {lane: comms[0]._lanes[lane].sizes.blocks for lane in ("bulk", "urgent")}
     assert blocks == {"bulk": 12, "urgent": 3}
     assert all(comm._lanes[lane].sizes.blocks == n for comm in comms for lane, n in blocks.items())
+    assert not any(comm.independent for comm in comms)  # their blocks stand behind kernels of the other rank
+    apart = [EmulatedGpu(name) for name in (b"a", b"b", b"c")]
+    comms = in_all(ThreadRanks.world(3), lambda host: CudaIpcCommunicator(host, GPU, gpu=apart[host.rank]))
+    assert all(comm.independent for comm in comms)
 
 
 def test_a_failure_ends_a_collective_that_waits():
