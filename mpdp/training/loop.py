@@ -30,6 +30,10 @@ def _late(parallel: DataParallel) -> Iterator[None]:
     parallel.gives_late = True
     try:
         yield
+    except BaseException as error:
+        if getattr(error, "agreed", False):  # the program may go on; else the job is about to end
+            parallel.arrive()
+        raise
     finally:
         parallel.gives_late = False
 

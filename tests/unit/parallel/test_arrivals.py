@@ -10,6 +10,7 @@ import mpdp
 from mpdp import data, nn, optim, threads
 from mpdp.autodiff import Tensor
 from mpdp.comm.base import Request
+from mpdp.errors import NonFiniteError
 
 N, FEATURES = 60, 12
 X = np.random.default_rng(0).normal(size=(N, FEATURES)).astype("float32")
@@ -274,3 +275,23 @@ def test_a_moving_average_of_whole_weights_waits_for_them():
         return trainer.parallel._replica.can_give_late, "wait" in log
 
     assert run(body) == [(False, True)] * 2
+
+
+def test_kept_arrays_are_whole_behind_a_fit_that_all_ranks_leave_by_an_error():
+    """The ranks without a sample of the update that fails have not read a weight since the one before."""
+    x, y = np.concatenate([X, np.full_like(X[:1], np.nan)]), np.append(Y, 0)
+
+    def body():
+        log = []
+        make_late(mpdp.init(), log)
+        trainer = trainer_of("sharded")
+        kept = [p.data for p in trainer.model.parameters()]
+        with pytest.raises(NonFiniteError):
+            trainer.fit(
+                data.ArrayDataset(x, y), epochs=1, global_batch_size=20, shuffle=False, progress=False
+            )
+        assert trainer.step_count == 3 and log.count("wait") == log.count("start")
+        return [view.tobytes() for view in kept], [p.data.tobytes() for p in trainer.model.parameters()]
+
+    found = run(body, 3)
+    assert all(kept == asked == found[0][0] for kept, asked in found)
