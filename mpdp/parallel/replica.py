@@ -170,6 +170,7 @@ class Replica:
     def _fill(self, masters: Masters, whole: Any) -> None:
         """Take this rank's slices of the weights, of which rank 0 has them all. **Collective.**"""
         assert self._copies is not None
+        self.arrive()
         self.comm.broadcast(whole)
         self.kernels.store(whole, self._copies.array)
         masters.fill(whole)

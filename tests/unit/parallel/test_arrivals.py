@@ -295,3 +295,25 @@ def test_kept_arrays_are_whole_behind_a_fit_that_all_ranks_leave_by_an_error():
 
     found = run(body, 3)
     assert all(kept == asked == found[0][0] for kept, asked in found)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_is_loaded_is_not_overwritten_by_weights_under_way(precision):
+    def body():
+        world = mpdp.init()
+        make_late(world, [])
+        trainer = trainer_of("sharded", precision=precision)
+        parallel, share = trainer.parallel, slice(world.rank, 20, world.size)
+        trainer.step((X[share], Y[share]))
+        saved, slots = parallel.collect()
+        saved = None if saved is None else saved.copy()
+        before = [p.numpy().tobytes() for p in trainer.model.parameters()]
+        parallel.gives_late = True
+        trainer.step((X[share], Y[share]))
+        trainer.step((X[share], Y[share]))  # the replicas are checked after the one before
+        assert parallel._replica.binding.arriving is not None
+        parallel.load(saved, slots)
+        return before, [p.numpy().tobytes() for p in trainer.model.parameters()]
+
+    for before, after in run(body):
+        assert before == after
