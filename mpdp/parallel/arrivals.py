@@ -3,11 +3,12 @@
 With ``placement="sharded"`` an update ends with an all-gather of each chunk. Where the transport carries by itself what
 was started, the next forward pass may begin meanwhile: whoever reads a parameter waits for the chunks that hold it, and
 for no other. The last chunk is started first: it holds the first layers. Only ``fit`` lets an update end so, since a
-program may have kept an array of the weights; read ``data_parallel`` for that.
+program may have kept an array of the weights; read ``training/loop.py`` for that, and ``replica`` for who begins them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,10 @@ from ..comm.base import Request
 
 
 class Arrivals:
-    """What is under way to this rank. **Local.**
+    """What is under way to this rank.
+
+    **Local.** Belongs to the thread that makes it, which is the one that computes. Another one may read weights, and
+    waits for itself alone: what its stream of a GPU has waited for, forward's has not.
 
     Args:
         requests: one a chunk, in the order of chunks.
@@ -24,8 +28,8 @@ class Arrivals:
         over: called once all chunks are here.
 
     Attributes:
-        waited_seconds: time that the calling thread has waited here.
-        followed: graphs wait for the requests themselves.
+        waited_seconds: time that its thread has waited here.
+        followed: the next graph waits for the requests itself.
     """
 
     def __init__(
@@ -34,16 +38,16 @@ class Arrivals:
         chunks_of: Mapping[Any, tuple[int, int]],
         over: Callable[[Arrivals], None],
     ) -> None:
+        self.waited_seconds = 0.0
         self.followed = False
         self._requests: list[Request | None] = list(requests)
-        self._left = len(self._requests)
         self._chunks_of, self._over = chunks_of, over
-        self.waited_seconds = 0.0
+        self._owner = threading.get_ident()
 
     @property
     def left(self) -> int:
-        """Chunks that nobody has waited for."""
-        return self._left
+        """Chunks that its thread has not waited for."""
+        return sum(request is not None for request in self._requests)
 
     def need(self, parameter: Any) -> None:
         """Wait for what a parameter lies in."""
@@ -55,15 +59,15 @@ class Arrivals:
         self._wait(0, len(self._requests))
 
     def _wait(self, first: int, last: int) -> None:
-        start = None
+        start, own = None, threading.get_ident() == self._owner
         for chunk in range(last - 1, first - 1, -1):  # as they were started
             request = self._requests[chunk]
             if request is not None:
                 start = time.perf_counter() if start is None else start
                 request.wait()
-                self._requests[chunk] = None
-                self._left -= 1
-        if start is not None:
+                if own:
+                    self._requests[chunk] = None
+        if own and start is not None:
             self.waited_seconds += time.perf_counter() - start
-            if self._left == 0:
+            if not self.left:
                 self._over(self)

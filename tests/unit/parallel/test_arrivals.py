@@ -1,6 +1,7 @@
 """Arrivals: an update may end while its weights are under way, and nobody reads one that is not here."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -317,3 +318,31 @@ def test_what_is_loaded_is_not_overwritten_by_weights_under_way(precision):
 
     for before, after in run(body):
         assert before == after
+
+
+def test_what_another_thread_has_waited_for_is_not_here_for_this_one():
+    """On a GPU its stream has waited, and not the one that forward runs on."""
+
+    def body():
+        world = mpdp.init()
+        log = []
+        make_late(world, log)
+        trainer = trainer_of("sharded")
+        parallel, share = trainer.parallel, slice(world.rank, 20, world.size)
+        parallel.gives_late = True
+        parallel.backward(nn.cross_entropy(parallel(X[share]), Y[share]))
+        parallel.step(trainer.optimizer)
+        chunks, seen = len(parallel.reducer.chunks), []
+        reader = threading.Thread(
+            target=lambda: seen.extend(p.numpy().copy() for p in trainer.model.parameters())
+        )
+        reader.start()
+        reader.join()
+        waited = log.count("wait")
+        assert waited >= chunks and parallel._replica.binding.arriving.left == chunks
+        parallel.arrive()
+        assert log.count("wait") == waited + chunks and parallel._replica.binding.arriving is None
+        return [w.tobytes() for w in seen], [p.numpy().tobytes() for p in trainer.model.parameters()]
+
+    for seen, last in run(body):
+        assert seen == last
