@@ -333,13 +333,13 @@ class GraphStep:
                 sources=sources,
             )
             captured.graph.launch()
+            if late and part is parts[-1]:
+                self.capture.give_late()  # before a metric reads weights, of which the graph wrote this rank's alone
             if look is not None:
                 look(captured.output, captured.target)
             part.release()
         if not self._inside:
             self._reduce()
-        if late:
-            self.capture.give_late()
         binding.update += 1
         parallel._own = 0
         loss = LateLoss(self._settle_upto, self._updates)

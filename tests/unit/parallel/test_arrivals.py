@@ -346,3 +346,29 @@ def test_what_another_thread_has_waited_for_is_not_here_for_this_one():
 
     for seen, last in run(body):
         assert seen == last
+
+
+def test_a_metric_of_training_batches_reads_whole_weights_behind_a_graph(monkeypatch):
+    monkeypatch.setattr("mpdp.parallel.capture.LATE_BYTES", 1)
+
+    def body():
+        world, found = mpdp.init(), []
+        for late in (False, True):
+            if late:
+                make_late(world, [])
+            world.axis("data").capturable = True
+            trainer = trainer_of("sharded")
+            capture(trainer)
+            seen = []
+
+            def metric(output, target, trainer=trainer, seen=seen):
+                seen.append([p.numpy().tobytes() for p in trainer.model.parameters()])
+                return 0.0, len(target)
+
+            fit(trainer, metrics=[metric], epochs=3)
+            assert trainer.updates.graphs.captures == 1
+            found.append(seen)
+        return found
+
+    (first, second), (other, _) = run(body)
+    assert len(first) == 9 and first == second == other
