@@ -26,9 +26,7 @@ from .update import sums_of, update, update_own
 
 MOST_ARRAYS = 16  # of a micro-batch
 _REPORTS = 4
-LATE_BYTES = (
-    16 << 20
-)  # of weights that are given: with less, more launches would cost more than the gather does
+LATE_BYTES = 16 << 20  # of weights: with less, more launches would cost more than the gather does
 
 
 @dataclass
@@ -99,11 +97,16 @@ class Capture:
 
     @property
     def can_give_late(self) -> bool:
-        """Whether updates leave their weights under way, so that the next graph waits for them chunk by chunk."""
+        """Whether updates leave their weights under way, so that the next graph waits for them chunk by chunk.
+
+        Not so where forward exchanges numbers: inside of a graph nothing orders their messages behind those of the
+        weights, and NCCL may deadlock then.
+        """
         replica = self.parallel._replica
         return (
             self.parallel.gives_late
             and self.inside
+            and not self.parallel.may_communicate
             and replica.can_give_late
             and sum(view.nbytes for view in replica.given) >= LATE_BYTES
         )

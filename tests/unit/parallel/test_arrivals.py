@@ -12,6 +12,7 @@ from mpdp import data, nn, optim, threads
 from mpdp.autodiff import Tensor
 from mpdp.comm.base import Request
 from mpdp.errors import NonFiniteError
+from mpdp.parallel.collectives import AxisPeers
 
 N, FEATURES = 60, 12
 X = np.random.default_rng(0).normal(size=(N, FEATURES)).astype("float32")
@@ -372,3 +373,44 @@ def test_a_metric_of_training_batches_reads_whole_weights_behind_a_graph(monkeyp
 
     (first, second), (other, _) = run(body)
     assert len(first) == 9 and first == second == other
+
+
+class Normed(Net):
+    """A net whose forward pass exchanges statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(160)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_statistics_do_not_travel_beside_weights_that_a_graph_waits_for(monkeypatch, graph):
+    """NCCL's calls stand behind one another in one order on all ranks; those in a graph do not see those outside."""
+    monkeypatch.setattr("mpdp.parallel.capture.LATE_BYTES", 1)
+    gather = AxisPeers.gather
+
+    def body():
+        world, left = mpdp.init(), []
+        make_late(world, [])
+        mpdp.seed(1)
+        trainer = mpdp.Trainer(
+            Normed(), nn.cross_entropy, optim.AdamW(0.01), placement="sharded", chunk_bytes=32768, seed=1
+        )
+        if graph:
+            world.axis("data").capturable = True
+            capture(trainer)
+
+        def noting(peers, numbers, what):
+            if peers._comm.rank == world.rank:
+                arriving = trainer.parallel._replica.binding.arriving
+                left.append(0 if arriving is None else arriving.left)
+            return gather(peers, numbers, what)
+
+        for module in trainer.parallel._communicating:
+            module.peers.gather = noting.__get__(module.peers)
+        fit(trainer, epochs=4)
+        assert not graph or trainer.updates.graphs.captures == 1
+        return left
+
+    for left in run(body):
+        assert max(left[4:]) == 0 if graph else max(left) > 0
