@@ -136,7 +136,7 @@ class Tensor:
         return self._data
 
     def _whole(self) -> Array:
-        """The array, once it can be read."""
+        """Return the array, once it can be read."""
         return self._data
 
     def _arrays(self) -> list[Array]:

@@ -133,9 +133,8 @@ class CudaIpcCommunicator(Communicator):
         texts = [text.decode().split() for text in self.host.all_gather_bytes(mine.encode())]
         names = [name for name, _ in texts]
         sharing = max(names.count(name) for name in names)
-        self.independent = (
-            sharing == 1
-        )  # else kernels of another rank stand where a collective's blocks have to
+        # Else kernels of another rank stand where a collective's blocks have to.
+        self.independent = sharing == 1
         share = min(int(count) for _, count in texts) // sharing
         urgent = max(1, min(MOST_BLOCKS["urgent"], share // 4))
         return {"bulk": max(1, min(MOST_BLOCKS["bulk"], share - urgent)), "urgent": urgent}

@@ -14,9 +14,7 @@ from typing import Any
 from ..comm.base import Request
 from ..device import Device
 
-_EXTERNAL = (
-    1  # cudaEventWaitExternal: a graph waits, each time it is launched, for what was recorded last until then
-)
+_EXTERNAL = 1  # cudaEventWaitExternal: each launch of a graph waits for what was recorded last before it
 
 
 class Follow(Request):

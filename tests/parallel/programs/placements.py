@@ -121,7 +121,7 @@ def checkpoints():
 
 
 def late_weights():
-    """Inside ``fit`` eager updates of ``sharded`` end while weights are under way, on GPUs; the bits are the same."""
+    """Inside ``fit`` updates of ``sharded`` end while weights are under way, on GPUs; the bits are the same."""
     capture.LATE_BYTES = 1
     comm = world.axis("data")
     comm.independent = comm.independent or comm.capturable  # also where ranks share a GPU
