@@ -61,7 +61,8 @@ class RunFiles:
                 ``predict``, ``save`` or ``resume``, at the end of ``fit``, and at the end of the program.
 
         Raises:
-            ValueError: the trainer has no run_dir.
+            ValueError: the trainer has no run_dir; or on_checkpoint calls it for a save that on_checkpoint has made, on
+                all ranks: one such save is possible, and no endless row of them.
             CheckpointError: it, or the one before, could not be written, on all ranks; earlier checkpoints are intact.
             DisagreementError: a rank called it alone, on all ranks.
         """
