@@ -17,6 +17,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,21 @@ def _told(call: Callable[[], T]) -> T:
 def _look_at(checkpoints: Path) -> None:
     if checkpoints.exists() and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK)):
         raise OSError(f"{checkpoints}, which is no folder that can be written")
+
+
+@dataclass
+class Resumed:
+    """What a trainer has taken up before it opens its folder.
+
+    Attributes:
+        rows: of the log that belong to it; 0 where ``resume()`` found none, None before any call.
+        path: the checkpoint that was named; None where the newest one of the folder was asked for.
+        found_none: whether ``resume()`` has looked into the folder and found no checkpoint.
+    """
+
+    rows: int | None = None
+    path: Path | None = None
+    found_none: bool = False
 
 
 class RunFolder:
@@ -82,23 +98,35 @@ class RunFolder:
         log = self.path / "log.jsonl"
         return (log.is_file() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
-    def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
+    def claim(self, config: dict[str, Any], resumed: Resumed) -> None:
         """Open the folder for a run; one that an earlier run has used only where that was resumed.
 
         Args:
             config: see :meth:`open`.
-            keep_rows: rows of the log that belong to what was resumed; None where nothing was.
+            resumed: what was taken up before.
 
         Raises:
-            ValueError: an earlier run is there.
+            ValueError: an earlier run is there, and nothing of it or a checkpoint of another run was taken up.
             OSError: the folder cannot be written.
         """
+        keep_rows, foreign = resumed.rows, resumed.path is not None and not self._holds(resumed.path)
+        if foreign:  # its rows are in another log
+            keep_rows = 0 if resumed.found_none else None
         if keep_rows is None and _told(lambda: self.used):
+            asked = f" to go on in from {resumed.path}" if foreign else ""
             raise ValueError(
-                f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
+                f"run_dir: expected a new or empty folder{asked}, got {self.path} with an earlier run; "
                 "call trainer.resume() to go on with it, or choose another folder"
             )
         self.open(config, keep_rows)
+
+    def _holds(self, path: Path) -> bool:
+        """Return whether a checkpoint lies here, by whatever names and links it was found."""
+        with contextlib.suppress(OSError):
+            return self.path is not None and any(
+                parent.samefile(self.checkpoints) for parent in (path.parent, path.resolve().parent)
+            )
+        return False
 
     def open(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Make the folder, check that it can be written, and open the log.

@@ -140,6 +140,26 @@ def again_and_again():
         step(t)
 
 
+def of_another_run():
+    """All ranks refuse a used folder for it, and the folder goes on with its own run."""
+    path = trainer("other").save()
+    own = trainer("used")
+    step(own, 2)
+    own.save()
+    t = trainer("used")
+    assert t.resume(path) and t.step_count == 0
+    for call in (t.save, lambda: step(t)):
+        try:
+            call()
+        except ValueError as error:
+            assert "run_dir: expected a new or empty folder to go on in from" in str(error), error
+            assert size == 1 or error.agreed
+        else:
+            raise AssertionError(f"no error on rank {rank}")
+    assert t.resume() and t.step_count == 2
+    step(t)
+
+
 @contextlib.contextmanager
 def full_disk(nbytes):
     """A limit on the size of files stands for a full disk."""
@@ -203,7 +223,14 @@ def alone_at_the_end():
         t.save()
 
 
-together = [under_rank_0, in_a_callback, again_and_again, while_one_is_under_way, on_a_full_disk]
+together = [
+    under_rank_0,
+    in_a_callback,
+    again_and_again,
+    of_another_run,
+    while_one_is_under_way,
+    on_a_full_disk,
+]
 for case in together if CASE == "all" else [globals()[CASE]]:
     case()
     if CASE == "all":
