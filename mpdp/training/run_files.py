@@ -19,6 +19,7 @@ from . import resuming
 from .failing import ends_the_job
 from .position import Position
 from .run_folder import Resumed, RunFolder, made_with
+from .run_lock import PATIENCE
 from .saving import Saves
 
 if TYPE_CHECKING:
@@ -110,9 +111,13 @@ class RunFiles:
         return found
 
     def _open_folder(self, beside: dict[str, Any] | None = None) -> None:
-        """Claim the run folder at the first step: refuse a used one unless the run was resumed. **Collective.**"""
+        """Claim the run folder at the first step: refuse a used one unless the run was resumed, and one of another job.
+
+        **Collective.**
+        """
         if self._opened:
             return
         config = self.describe() | (beside or {}) | made_with(self.world)
-        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
+        patience = min(PATIENCE, self.world.timeout / 2)  # the other ranks wait meanwhile
+        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed, patience))
         self._opened, self._resumed.found_none = True, False

@@ -2,7 +2,7 @@
 
 ``log.jsonl`` holds one JSON object a line: one an update, one an epoch, and at the end of ``fit`` the step times of
 each rank and the memory of rank 0. The guide lists their keys. A resumed run cuts the log back to the checkpoint, so
-every step stands in it once. ``plans.json`` lists the plans that were timed.
+every step stands in it once. ``plans.json`` lists the plans that were timed. ``lock`` keeps other jobs out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 from ..comm.agreement import on_root
 from ..parallel.record import Kind, exchange
 from ..world import World, init
-from . import checkpoint
+from . import checkpoint, run_lock
 from .appending import take_over
+from .run_lock import RunLock
 
 T = TypeVar("T")
 _FLUSH_SECONDS = 1.0
@@ -44,6 +45,11 @@ def _told(call: Callable[[], T]) -> T:
 def _look_at(checkpoints: Path) -> None:
     if checkpoints.exists() and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK)):
         raise OSError(f"{checkpoints}, which is no folder that can be written")
+
+
+def _locked(path: Path, patience: float) -> RunLock | None:
+    path.mkdir(parents=True, exist_ok=True)
+    return run_lock.take(path, patience)
 
 
 @dataclass
@@ -77,6 +83,7 @@ class RunFolder:
         self._log: Path | None = None
         self._pending: list[str] = []
         self._at_exit: weakref.finalize | None = None
+        self.locks: list[RunLock] = []  # that of the folder, while this is what writes there
         self._flushed = 0.0
         self._stepped = time.monotonic()
         self.rows = 0
@@ -98,27 +105,46 @@ class RunFolder:
         log = self.path / "log.jsonl"
         return (log.is_file() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
-    def claim(self, config: dict[str, Any], resumed: Resumed) -> None:
+    def claim(self, config: dict[str, Any], resumed: Resumed, patience: float = run_lock.PATIENCE) -> None:
         """Open the folder for a run; one that an earlier run has used only where that was resumed.
+
+        From then on other processes are kept out, until this folder is given up or gone.
 
         Args:
             config: see :meth:`open`.
             resumed: what was taken up before.
+            patience: seconds to wait for another process that writes there.
 
         Raises:
-            ValueError: an earlier run is there, and nothing of it or a checkpoint of another run was taken up.
+            ValueError: another running job writes there; or an earlier run is there, and nothing of it, or a checkpoint
+                of another run, was taken up.
             OSError: the folder cannot be written.
         """
         keep_rows, foreign = resumed.rows, resumed.path is not None and not self._holds(resumed.path)
         if foreign:  # its rows are in another log
             keep_rows = 0 if resumed.found_none else None
-        if keep_rows is None and _told(lambda: self.used):
-            asked = f" to go on in from {resumed.path}" if foreign else ""
+        asked = f" to go on in from {resumed.path}" if foreign else ""
+        if self.path is None or not self.writes:
+            return
+        path = self.path
+        if keep_rows is None and not _told((path / run_lock.NAME).exists):
+            self._refuse_used(asked)  # and leave it as it is
+        _told(lambda: _look_at(path / "checkpoints"))
+        lock = _told(lambda: _locked(path, patience))
+        try:
+            if keep_rows is None:  # also by a job that has ended just now
+                self._refuse_used(asked)
+            self.open(config, keep_rows)
+            self.locks[:] = [] if lock is None else [lock]
+        finally:
+            del lock  # a traceback would keep it
+
+    def _refuse_used(self, asked: str) -> None:
+        if _told(lambda: self.used):
             raise ValueError(
                 f"run_dir: expected a new or empty folder{asked}, got {self.path} with an earlier run; "
                 "call trainer.resume() to go on with it, or choose another folder"
             )
-        self.open(config, keep_rows)
 
     def _holds(self, path: Path) -> bool:
         """Return whether a checkpoint lies here, by whatever names and links it was found."""
@@ -160,13 +186,15 @@ class RunFolder:
         self._log = log
         self._pending.clear()
         if self._at_exit is None:  # a program with a loop of its own has no end of training that would flush
-            self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, os.getpid())
+            # The lock is an argument, so it is held until that is done.
+            self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, self.locks, os.getpid())
 
     def give_up(self) -> None:
         """Write what waits in memory, and no row from then on: another trainer goes on with the log."""
         with contextlib.suppress(OSError):
             self.flush()
         self._pending.clear()
+        self.locks.clear()
         self._log = None
 
     def row(self, **fields: Any) -> None:
@@ -227,12 +255,13 @@ def _starts(file: Path) -> list[dict[str, Any]]:
         return []  # it is for readers alone, and somebody may have written there
 
 
-def _write_rest(log: Path, pending: list[str], pid: int) -> None:
+def _write_rest(log: Path, pending: list[str], locks: list[RunLock], pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child's copy
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         file.writelines(pending)
         pending.clear()  # updates under way may still add rows, and write them
+    locks.clear()
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:

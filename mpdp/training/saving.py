@@ -219,6 +219,7 @@ class Job:
         self._pieces: list[Piece] = []
         self._patience = trainer.world.timeout
         self._world = trainer.world
+        self._locks = list(trainer.folder.locks)  # no other job comes in before the thread has written
         self._keep = (trainer.keep, trainer.keep_best, trainer.best_mode)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
