@@ -2,7 +2,8 @@
 
 ``trainer`` is the public class, ``loop`` the loop of ``fit``, ``step`` one update, ``evaluation`` exact metrics,
 ``checkpoint`` the format on disk, ``snapshot`` what goes into it, ``saving`` and ``resuming`` the two ways,
-``run_folder`` what else a run leaves there, ``loading`` models without a trainer.
+``run_folder`` what else a run leaves there, ``run_lock`` what keeps other jobs out, ``loading`` models without a
+trainer.
 """
 
 from .callbacks import Callback, EarlyStopping

@@ -37,7 +37,10 @@ class Callback:
         """Called after each validation inside ``fit`` with its metrics."""
 
     def on_checkpoint(self, trainer: Trainer, path: Any) -> None:
-        """Called after a checkpoint was written and renamed into place."""
+        """Called after a checkpoint was written and renamed into place.
+
+        It may save, and is called for that one too; a save there is a ``ValueError`` on all ranks.
+        """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Called where an exception leaves a call of the trainer, on the ranks that raise it. **Local.**

@@ -18,7 +18,8 @@ from ..world import World
 from . import resuming
 from .failing import ends_the_job
 from .position import Position
-from .run_folder import RunFolder, made_with
+from .run_folder import Resumed, RunFolder, made_with
+from .run_lock import PATIENCE
 from .saving import Saves
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class RunFiles:
     settle: Callable[[], None]
     describe: Callable[[], dict[str, Any]]
     _refuse_inside_fit: Callable[[str], None]
-    _resumed: int | None  # rows of the log that were resumed; None before resume()
+    _resumed: Resumed
     _opened: bool
     _nominal_fixed: bool
 
@@ -61,7 +62,8 @@ class RunFiles:
                 ``predict``, ``save`` or ``resume``, at the end of ``fit``, and at the end of the program.
 
         Raises:
-            ValueError: the trainer has no run_dir.
+            ValueError: the trainer has no run_dir; or on_checkpoint calls it for a save that on_checkpoint has made, on
+                all ranks: one such save is possible, and no endless row of them.
             CheckpointError: it, or the one before, could not be written, on all ranks; earlier checkpoints are intact.
             DisagreementError: a rank called it alone, on all ranks.
         """
@@ -84,7 +86,8 @@ class RunFiles:
 
         Args:
             path: a checkpoint's directory; None takes the newest complete one of ``run_dir`` and passes over torn
-                ones with a warning.
+                ones with a warning. One of another run needs a ``run_dir`` that is new or empty: the first ``fit``,
+                ``step`` or ``save`` refuses a used one.
 
         Returns:
             True if a checkpoint was taken up, False if there is none.
@@ -97,16 +100,24 @@ class RunFiles:
         if path is None:
             self.folder.checkpoints  # noqa: B018  a missing run_dir is a ValueError here
         found = resuming.resume(cast("Trainer", self), None if path is None else Path(path))
-        self._resumed = self.position.log_rows if found else 0
+        self._resumed = Resumed(
+            self.position.log_rows if found else 0,
+            None if path is None else Path(os.path.abspath(path)),
+            self._resumed.found_none or not found,
+        )
         self._opened = self._opened and not found  # a log that is open already is cut back too
         # One of no update holds no scale of gradients yet.
         self._nominal_fixed = found and cast("Trainer", self).step_count > 0
         return found
 
     def _open_folder(self, beside: dict[str, Any] | None = None) -> None:
-        """Claim the run folder at the first step: refuse a used one unless the run was resumed. **Collective.**"""
+        """Claim the run folder at the first step: refuse a used one unless the run was resumed, and one of another job.
+
+        **Collective.**
+        """
         if self._opened:
             return
         config = self.describe() | (beside or {}) | made_with(self.world)
-        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed))
-        self._opened = True
+        patience = min(PATIENCE, self.world.timeout / 2)  # the other ranks wait meanwhile
+        on_root(self.world.axis("data"), lambda: self.folder.claim(config, self._resumed, patience))
+        self._opened, self._resumed.found_none = True, False

@@ -2,7 +2,7 @@
 
 ``log.jsonl`` holds one JSON object a line: one an update, one an epoch, and at the end of ``fit`` the step times of
 each rank and the memory of rank 0. The guide lists their keys. A resumed run cuts the log back to the checkpoint, so
-every step stands in it once. ``plans.json`` lists the plans that were timed.
+every step stands in it once. ``plans.json`` lists the plans that were timed. ``lock`` keeps other jobs out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..comm.agreement import on_root
 from ..parallel.record import Kind, exchange
 from ..world import World, init
-from . import checkpoint
+from . import checkpoint, run_lock
 from .appending import take_over
+from .run_lock import RunLock
 
 T = TypeVar("T")
 _FLUSH_SECONDS = 1.0
@@ -45,6 +47,26 @@ def _look_at(checkpoints: Path) -> None:
         raise OSError(f"{checkpoints}, which is no folder that can be written")
 
 
+def _locked(path: Path, patience: float) -> RunLock | None:
+    path.mkdir(parents=True, exist_ok=True)
+    return run_lock.take(path, patience)
+
+
+@dataclass
+class Resumed:
+    """What a trainer has taken up before it opens its folder.
+
+    Attributes:
+        rows: of the log that belong to it; 0 where ``resume()`` found none, None before any call.
+        path: the checkpoint that was named; None where the newest one of the folder was asked for.
+        found_none: whether ``resume()`` has looked into the folder and found no checkpoint.
+    """
+
+    rows: int | None = None
+    path: Path | None = None
+    found_none: bool = False
+
+
 class RunFolder:
     """What rank 0 writes; on other ranks and without a folder every method does nothing.
 
@@ -61,6 +83,7 @@ class RunFolder:
         self._log: Path | None = None
         self._pending: list[str] = []
         self._at_exit: weakref.finalize | None = None
+        self.locks: list[RunLock] = []  # that of the folder, while this is what writes there
         self._flushed = 0.0
         self._stepped = time.monotonic()
         self.rows = 0
@@ -82,23 +105,54 @@ class RunFolder:
         log = self.path / "log.jsonl"
         return (log.is_file() and log.stat().st_size > 0) or checkpoint.has_any(self.path / "checkpoints")
 
-    def claim(self, config: dict[str, Any], keep_rows: int | None) -> None:
+    def claim(self, config: dict[str, Any], resumed: Resumed, patience: float = run_lock.PATIENCE) -> None:
         """Open the folder for a run; one that an earlier run has used only where that was resumed.
+
+        From then on other processes are kept out, until this folder is given up or gone.
 
         Args:
             config: see :meth:`open`.
-            keep_rows: rows of the log that belong to what was resumed; None where nothing was.
+            resumed: what was taken up before.
+            patience: seconds to wait for another process that writes there.
 
         Raises:
-            ValueError: an earlier run is there.
+            ValueError: another running job writes there; or an earlier run is there, and nothing of it, or a checkpoint
+                of another run, was taken up.
             OSError: the folder cannot be written.
         """
-        if keep_rows is None and _told(lambda: self.used):
+        keep_rows, foreign = resumed.rows, resumed.path is not None and not self._holds(resumed.path)
+        if foreign:  # its rows are in another log
+            keep_rows = 0 if resumed.found_none else None
+        asked = f" to go on in from {resumed.path}" if foreign else ""
+        if self.path is None or not self.writes:
+            return
+        path = self.path
+        if keep_rows is None and not _told((path / run_lock.NAME).exists):
+            self._refuse_used(asked)  # and leave it as it is
+        _told(lambda: _look_at(path / "checkpoints"))
+        lock = _told(lambda: _locked(path, patience))
+        try:
+            if keep_rows is None:  # also by a job that has ended just now
+                self._refuse_used(asked)
+            self.open(config, keep_rows)
+            self.locks[:] = [] if lock is None else [lock]
+        finally:
+            del lock  # a traceback would keep it
+
+    def _refuse_used(self, asked: str) -> None:
+        if _told(lambda: self.used):
             raise ValueError(
-                f"run_dir: expected a new or empty folder, got {self.path} with an earlier run; "
+                f"run_dir: expected a new or empty folder{asked}, got {self.path} with an earlier run; "
                 "call trainer.resume() to go on with it, or choose another folder"
             )
-        self.open(config, keep_rows)
+
+    def _holds(self, path: Path) -> bool:
+        """Return whether a checkpoint lies here, by whatever names and links it was found."""
+        with contextlib.suppress(OSError):
+            return self.path is not None and any(
+                parent.samefile(self.checkpoints) for parent in (path.parent, path.resolve().parent)
+            )
+        return False
 
     def open(self, config: dict[str, Any], keep_rows: int | None) -> None:
         """Make the folder, check that it can be written, and open the log.
@@ -132,13 +186,15 @@ class RunFolder:
         self._log = log
         self._pending.clear()
         if self._at_exit is None:  # a program with a loop of its own has no end of training that would flush
-            self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, os.getpid())
+            # The lock is an argument, so it is held until that is done.
+            self._at_exit = weakref.finalize(self, _write_rest, log, self._pending, self.locks, os.getpid())
 
     def give_up(self) -> None:
         """Write what waits in memory, and no row from then on: another trainer goes on with the log."""
         with contextlib.suppress(OSError):
             self.flush()
         self._pending.clear()
+        self.locks.clear()
         self._log = None
 
     def row(self, **fields: Any) -> None:
@@ -199,12 +255,13 @@ def _starts(file: Path) -> list[dict[str, Any]]:
         return []  # it is for readers alone, and somebody may have written there
 
 
-def _write_rest(log: Path, pending: list[str], pid: int) -> None:
+def _write_rest(log: Path, pending: list[str], locks: list[RunLock], pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child's copy
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         file.writelines(pending)
         pending.clear()  # updates under way may still add rows, and write them
+    locks.clear()
 
 
 def new_run_dir(name: str, base: str | os.PathLike[str] = "runs", world: World | None = None) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import guard
 from ..comm.agreement import agree, on_root, together
-from ..errors import CheckpointError
+from ..errors import CheckpointError, on_all_ranks
 from ..parallel.record import Kind, exchange
 from . import checkpoint, snapshot
 from .calling import call_back
@@ -45,6 +45,7 @@ class Saves:
         self._job: Job | None = None
         self._settled = False  # all ranks know that the job is done or has failed
         self._said = False
+        self._telling: Job | None = None  # whose on_checkpoint is being called
 
     @property
     def under_way(self) -> bool:
@@ -63,9 +64,16 @@ class Saves:
 
         Raises:
             CheckpointError: this one or the one before could not be written, on all ranks.
+            ValueError: a callback asks for it when it is told of a save that one has asked for so, on all ranks.
         """
-        while self.under_way:  # a callback may have begun the next one
-            self.finish()
+        if self._telling is not None and self._telling.nested:  # each would bring the next one
+            raise on_all_ranks(
+                ValueError(
+                    "save: expected no call in on_checkpoint of a save that was itself made in on_checkpoint, got one "
+                    f"for {self._telling.final.name}; let the callback save once, not whenever it is told of a save"
+                )
+            )
+        self.finish()
         trainer = self._trainer
         comm = trainer.world.axis("data")
         state, arrays = snapshot.state(trainer)
@@ -82,6 +90,7 @@ class Saves:
 
             job = together(comm, take)
             job.writers = _ranks_that(comm, job.writes)
+            job.nested = self._telling is not None
         except BaseException:
             if comm.rank == 0:
                 checkpoint.discard(Path(temporary))
@@ -92,7 +101,7 @@ class Saves:
             job.start()
             return job.final
         job.write()
-        self.finish()
+        self._finish_one()
         return job.final
 
     def _open(self) -> tuple[Path, Path, int]:
@@ -138,16 +147,20 @@ class Saves:
     def collect(self) -> None:
         """Finish the save under way if all ranks know that it is over. **Collective.**"""
         if self._settled:
-            self.finish()
+            self._finish_one()
 
     def finish(self) -> None:
-        """Wait for the save under way and call back.
+        """Wait for the save under way and call back; so for the one that a callback begins then.
 
         **Collective.**
 
         Raises:
             CheckpointError: it could not be written, on all ranks; earlier checkpoints are intact.
         """
+        while self.under_way:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
         job = self._job
         if job is None:
             return
@@ -164,7 +177,11 @@ class Saves:
         finally:
             self._job, self._settled = None, False
             job.forget()
-        call_back(trainer, "on_checkpoint", job.final)
+        before, self._telling = self._telling, job
+        try:
+            call_back(trainer, "on_checkpoint", job.final)
+        finally:
+            self._telling = before
 
 
 class Job:
@@ -173,6 +190,7 @@ class Job:
     Attributes:
         final: the directory that it becomes.
         writes: whether this rank has a part; rank 0 always does. ``writers``: how many ranks have.
+        nested: whether it was asked for in on_checkpoint of another one.
         written: set when this rank's part is on the disk, or has failed with ``part_error``.
     """
 
@@ -189,7 +207,7 @@ class Job:
         self.temporary, self.final, self.serial = temporary, final, serial
         self.rank = trainer.world.axis("data").rank
         self.step = trainer.step_count
-        self.writers = 1
+        self.writers, self.nested = 1, False
         self.written, self._done = threading.Event(), threading.Event()
         self.part_error: BaseException | None = None
         self._commit_error: BaseException | None = None
@@ -201,6 +219,7 @@ class Job:
         self._pieces: list[Piece] = []
         self._patience = trainer.world.timeout
         self._world = trainer.world
+        self._locks = list(trainer.folder.locks)  # no other job comes in before the thread has written
         self._keep = (trainer.keep, trainer.keep_best, trainer.best_mode)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()

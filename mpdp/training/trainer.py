@@ -32,7 +32,7 @@ from .plan import FitPlan
 from .position import Position
 from .preemption import ends_in_order, obey
 from .run_files import RunFiles
-from .run_folder import RunFolder
+from .run_folder import Resumed, RunFolder
 from .saving import Saves
 from .step import EagerStep, cut_batch, take_apart
 from .updates import Updates
@@ -178,7 +178,7 @@ class Trainer(RunFiles):
         self.position = Position()
         self.folder = RunFolder(run_dir, writes=self.world.rank == 0)
         self.saves = Saves(self)
-        self._resumed: int | None = None  # rows of the log that were resumed; None before resume()
+        self._resumed = Resumed()
         self._opened = False
         self._nominal_fixed = False
 
@@ -291,7 +291,7 @@ class Trainer(RunFiles):
             self.world.rank == 0 and bool(progress), plan.total, self.step_count, self.world.size
         )
         loop = FitLoop(self, plan, shown)
-        if self._resumed and not self._opened and loop.finished:  # its log stays as the run has left it
+        if self._resumed.rows and not self._opened and loop.finished:  # its log stays as the run has left it
             loop.run()
             shown.close()
             return self.history

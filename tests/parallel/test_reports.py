@@ -158,7 +158,7 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_the_checkpoint_before
     for run in (killed / "run", whole / "run"):
         log = (run / "log.jsonl").read_text().splitlines()
         assert sum('"kind": "step"' in row for row in log) == 10
-        assert {path.name for path in run.iterdir()} == {"log.jsonl", "config.json", "checkpoints"}
+        assert {path.name for path in run.iterdir()} == {"log.jsonl", "config.json", "checkpoints", "lock"}
 
 
 def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):

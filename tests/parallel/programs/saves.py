@@ -115,6 +115,51 @@ def while_one_is_under_way():
         assert [checkpoint.read(p).step for p in (path, second)] == [1, 4]
 
 
+def again_and_again():
+    """A callback that saves whenever it is told of a save ends with an error on all ranks; the next call works."""
+
+    class Always(mpdp.Callback):
+        told, wait = 0, True
+
+        def on_checkpoint(self, t, path):
+            self.told += 1
+            assert self.told < 20, "an endless row of saves"
+            t.save(wait=self.wait)
+
+    for wait in (True, False):
+        always = Always()
+        always.wait = wait
+        t = trainer(f"again-{wait}", save_every=2, async_save=not wait, callbacks=[always])
+        try:
+            t.fit(DATA, updates=30, global_batch_size=4, progress=False)
+        except ValueError as error:
+            assert error.agreed and "save: expected no call in on_checkpoint of a save" in str(error), error
+        else:
+            raise AssertionError(f"no error on rank {rank}")
+        assert always.told == 2 and not t.saves.under_way
+        step(t)
+
+
+def of_another_run():
+    """All ranks refuse a used folder for it, and the folder goes on with its own run."""
+    path = trainer("other").save()
+    own = trainer("used")
+    step(own, 2)
+    own.save()
+    t = trainer("used")
+    assert t.resume(path) and t.step_count == 0
+    for call in (t.save, lambda: step(t)):
+        try:
+            call()
+        except ValueError as error:
+            assert "run_dir: expected a new or empty folder to go on in from" in str(error), error
+            assert size == 1 or error.agreed
+        else:
+            raise AssertionError(f"no error on rank {rank}")
+    assert t.resume() and t.step_count == 2
+    step(t)
+
+
 @contextlib.contextmanager
 def full_disk(nbytes):
     """A limit on the size of files stands for a full disk."""
@@ -178,7 +223,14 @@ def alone_at_the_end():
         t.save()
 
 
-together = [under_rank_0, in_a_callback, while_one_is_under_way, on_a_full_disk]
+together = [
+    under_rank_0,
+    in_a_callback,
+    again_and_again,
+    of_another_run,
+    while_one_is_under_way,
+    on_a_full_disk,
+]
 for case in together if CASE == "all" else [globals()[CASE]]:
     case()
     if CASE == "all":

@@ -8,6 +8,7 @@ import pytest
 from called_again import capture
 
 import mpdp
+import mpdp.threads
 from mpdp import data, nn, optim
 from mpdp.training.run_folder import RunFolder
 
@@ -133,3 +134,99 @@ def test_the_log_of_graphs_is_whole_when_an_error_leaves_fit(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(samples, epochs=9, global_batch_size=4, progress=False)
     assert [row["step"] for row in rows(tmp_path) if row["kind"] == "step"] == list(range(1, 8))
+
+
+def small(run_dir, **options):
+    mpdp.seed(0)
+    return mpdp.Trainer(nn.Linear(4, 3), nn.cross_entropy, optim.SGD(lr=0.1), run_dir=run_dir, **options)
+
+
+def steps_to(made, upto):
+    while made.step_count < upto:
+        made.step((np.ones((6, 4), "float32"), np.arange(6) % 3))
+    return made
+
+
+FIRST = {
+    "step": lambda t: steps_to(t, 9),
+    "save": lambda t: t.save(),
+    "fit": lambda t: t.fit(
+        data.ArrayDataset(np.ones((8, 4), "float32"), np.arange(8) % 3),
+        updates=9,
+        global_batch_size=4,
+        progress=False,
+    ),
+}
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("call", FIRST)
+@pytest.mark.parametrize("own", ["another process", "this trainer"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_checkpoint_of_another_run_is_refused_in_a_used_folder(tmp_path, call, own, n):
+    def rank():
+        path = steps_to(small(tmp_path / "other"), 3).save()
+        used = steps_to(small(tmp_path / "used"), 2)
+        used.save()
+        used.folder.flush()
+        t = used if own == "this trainer" else small(tmp_path / "used")
+        before = content(tmp_path / "used")
+        assert t.resume(path) and t.step_count == 3
+        with pytest.raises(
+            ValueError,
+            match=r"run_dir: expected a new or empty folder to go on in from .*other/checkpoints/step-0000000003-.*, "
+            r"got .*used with an earlier run; call trainer\.resume\(\)",
+        ) as caught:
+            FIRST[call](t)
+        assert n == 1 or caught.value.agreed
+        assert t.step_count == 3 and content(tmp_path / "used") == before
+        assert t.resume() and t.step_count == 2  # its own
+        steps_to(t, 4).folder.flush()
+
+    if n == 1:
+        rank()
+    else:
+        mpdp.threads.run(rank, n)
+    assert [row["step"] for row in rows(tmp_path / "used") if row["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_another_run_begins_a_run(tmp_path):
+    """Started again before it has a checkpoint, it begins anew, with an empty log; then it goes on with its own."""
+    path = steps_to(small(tmp_path / "other"), 3).save()
+
+    def started():
+        t = small(tmp_path / "run")
+        assert t.resume() or t.resume(path)
+        return t
+
+    first = steps_to(started(), 6)
+    first.folder.flush()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [4, 5, 6]
+    second = steps_to(started(), 5)
+    second.save()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [4, 5]
+    third = started()
+    assert third.step_count == 5
+    steps_to(third, 7).folder.flush()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [4, 5, 6, 7]
+
+
+def test_a_checkpoint_is_of_the_folder_where_it_lies_whatever_it_is_called(tmp_path, monkeypatch):
+    path = steps_to(small(tmp_path / "run"), 3).save()
+    (tmp_path / "alias").symlink_to("run")
+    (tmp_path / "newest").symlink_to(path)
+    monkeypatch.chdir(path)
+    for name in (path, tmp_path / "alias" / "checkpoints" / path.name, tmp_path / "newest", "."):
+        t = small(tmp_path / "run")
+        assert t.resume(name)
+        steps_to(t, 4).folder.flush()
+        assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_needs_no_folder_to_go_on_in(tmp_path):
+    path = steps_to(small(tmp_path / "run"), 3).save()
+    t = small(None)
+    assert t.resume(path) and steps_to(t, 4).step_count == 4

@@ -529,3 +529,50 @@ def test_a_callback_may_save_when_it_is_told_of_a_save(tmp_path):
     assert mpdp.threads.run(rank, 2) == [told, told]
     for found in checkpoint.found_below(tmp_path / "checkpoints"):
         checkpoint.load(found)
+
+
+class Always(mpdp.Callback):
+    """Saves whenever it is told of a save, up to a level."""
+
+    def __init__(self, wait, levels):
+        self.wait, self.levels, self.level, self.paths = wait, levels, 0, []
+
+    def on_checkpoint(self, t, path):
+        assert len(self.paths) < 20, "an endless row of saves"
+        self.paths.append(path)
+        self.level += 1
+        if self.level <= self.levels:
+            t.save(wait=self.wait)
+        else:
+            self.level = 0
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_saves_that_bring_saves_for_ever_are_an_error_on_all_ranks(tmp_path, wait, n):
+    def rank():
+        t = trainer(tmp_path / "always", callbacks=[Always(wait, 99)], keep=20)
+        t.step((X, Y))
+        with pytest.raises(
+            ValueError, match=r"save: expected no call in on_checkpoint of a save that was itself"
+        ) as caught:
+            t.save(wait=wait)
+            while True:
+                t.step((X, Y))
+        assert n == 1 or caught.value.agreed
+        assert len(t.callbacks[0].paths) == 2 and not t.saves.under_way
+        t.callbacks = ()
+        assert t.save().is_dir()  # and the trainer goes on
+        return len(steps(tmp_path / "always"))
+
+    assert mpdp.threads.run(rank, n) == [3] * n
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_one_save_for_each_save_works_and_fit_ends_with_none_under_way(tmp_path, wait):
+    callback = Always(wait, 1)
+    t = trainer(tmp_path, callbacks=[callback], save_every=2, async_save=not wait, keep=20)
+    fit(t, 5)
+    assert not t.saves.under_way
+    assert len(callback.paths) == len(set(callback.paths)) == len(steps(tmp_path)) == 2 * 3
+    assert all(path.is_dir() for path in callback.paths)
