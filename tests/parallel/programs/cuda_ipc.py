@@ -304,19 +304,25 @@ def buffers_come_and_go():
     if not isinstance(world.comm, CudaIpcCommunicator):
         return
     comm = world.comm
-    free, held = [], []
-    for _ in range(20):
-        array = comm.allocate(64 << 20, world.device).array(np.float32, 16 << 20)
-        array.fill(1)
-        comm.all_reduce(array[:1000])
-        assert float(array[5]) == size
-        del array
-        free.append(xp.cuda.runtime.memGetInfo()[0])
-        held.append(comm.device_bytes)
-    assert len(comm.family.memory) <= 20
-    assert held[-1] <= held[0] + (64 << 20), held  # one buffer may wait for the next allocation
-    # Other jobs may take memory meanwhile, but not in every round.
-    assert sum(b < a for a, b in pairwise(free[5:])) < 10, [f >> 20 for f in free]
+    for attempt in range(3):
+        free, held = [], []
+        for _ in range(20):
+            array = comm.allocate(64 << 20, world.device).array(np.float32, 16 << 20)
+            array.fill(1)
+            comm.all_reduce(array[:1000])
+            assert float(array[5]) == size
+            del array
+            free.append(xp.cuda.runtime.memGetInfo()[0])
+            held.append(comm.device_bytes)
+        assert len(comm.family.memory) <= 20
+        assert held[-1] <= held[0] + (64 << 20), held  # one buffer may wait for the next allocation
+        # Other jobs may take memory meanwhile, for a while even in every round; a leak takes some in every attempt.
+        falls = xp.array([float(sum(b < a for a, b in pairwise(free[5:])))])
+        comm.all_reduce(falls)
+        if float(falls[0]) < 10 * size:
+            break
+        assert attempt < 2, [f >> 20 for f in free]
+        time.sleep(2)
     other = comm.duplicate()
     value = xp.full(3, float(rank))
     other.all_reduce(value)
