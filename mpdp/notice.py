@@ -21,6 +21,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Notice:
     """Whether a signal has asked this process to end.
 
+    It has no lock: the collector may silence a listener inside any of these methods, in any thread, even in one that is
+    being started here and waited for. Each change of what threads share is one operation, and handlers are put in and
+    out by the main thread alone, one call at a time.
+
     Args:
         changed: told whether signals are taken from now on.
         expired: called with the signal, in a thread, when it was not obeyed in time; is to end the process.
@@ -43,7 +47,7 @@ class Notice:
         self._pid = 0
         self._wake = -1
         self._done = threading.Event()
-        self._lock = threading.RLock()
+        self._syncing = False
 
     @property
     def asked(self) -> bool:
@@ -62,17 +66,18 @@ class Notice:
         Returns:
             what :meth:`silence` is to be given.
         """
-        with self._lock:
-            number = next(self._numbers)
-            self._listeners.add(number)
-            self._patience = patience
+        number = next(self._numbers)
+        self._patience = patience
+        self._listeners.add(number)
         self.sync()
         return number
 
     def silence(self, listener: int) -> None:
-        """End what :meth:`listen` has begun; a signal that came too late to be obeyed comes again. **Local.**"""
-        with self._lock:
-            self._listeners.discard(listener)
+        """End what :meth:`listen` has begun; a signal that came too late to be obeyed comes again. **Local.**
+
+        Waits for nothing. In another thread than the main one handlers stay until :meth:`sync` there, or a signal.
+        """
+        self._listeners.discard(listener)
         self.sync()
 
     def dismiss(self) -> None:
@@ -80,9 +85,8 @@ class Notice:
 
         Python resets handlers of its own before the process is gone, and MPICH's mpirun may send SIGUSR1 until then.
         """
-        with self._lock:
-            self._listeners.clear()
-            self.number = None
+        self._listeners.clear()
+        self.number = None
         self.sync()
 
     def obeyed(self) -> None:
@@ -93,9 +97,10 @@ class Notice:
 
     def sync(self) -> None:
         """Put handlers in or out as listeners want it; does nothing outside of the main thread. **Local.**"""
-        if threading.current_thread() is not threading.main_thread():
+        if self._syncing or threading.current_thread() is not threading.main_thread():
             return
-        with self._lock:
+        self._syncing = True
+        try:
             if self._listeners and self._pid != os.getpid():
                 self._take()
             elif self._pid == os.getpid():
@@ -104,6 +109,8 @@ class Notice:
                         signal.signal(number, signal.SIG_IGN)
                 if not self._listeners:
                     self._give_back()
+        finally:
+            self._syncing = False
 
     def _take(self) -> None:
         ours = [number for number in self._taken if signal.getsignal(number) == signal.SIG_IGN]
@@ -145,6 +152,8 @@ class Notice:
             self.number = number
             with contextlib.suppress(OSError):
                 os.write(self._wake, b"!")
+            if not self._listeners:  # the last one was silenced in another thread
+                self.sync()
 
     def _watch(self, read: int, done: threading.Event, patience: float) -> None:
         try:

@@ -129,6 +129,53 @@ def test_outside_of_the_main_thread_it_waits_for_sync():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_the_collector_may_silence_in_a_thread_that_is_being_started():
+    """Where a trainer that is gone is collected just there, the one who listens must not wait for it for ever."""
+    text = """
+    class Thread(threading.Thread):
+        def start(self):
+            collector = threading.Thread(target=notice.silence, args=[gone], daemon=True)
+            collector.start()
+            collector.join(20)
+            print("waits" if collector.is_alive() else "done", flush=True)
+            super().start()
+    notice = Notice()
+    gone = notice.listen(60)
+    notice.silence(gone)
+    import types, mpdp.notice as module
+    module.threading = types.SimpleNamespace(**{**vars(threading), "Thread": Thread})
+    listener = notice.listen(60)
+    send(); print(notice.asked, flush=True)
+    notice.obeyed(); notice.silence(listener)
+    """
+    assert run(text) == (0, "done\nTrue\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_after_the_last_was_silenced_in_another_thread(number):
+    text = f"""
+    n = Notice(); k = n.listen(60)
+    t = threading.Thread(target=n.silence, args=[k]); t.start(); t.join()
+    send({int(number)}); print("after")
+    """
+    assert run(text) == (-number, "")
+
+
+def test_silence_inside_of_silence_puts_handlers_out_once():
+    """The collector may run where the handlers are being put out; what is closed twice may be somebody else's."""
+    text = """
+    closed = []
+    n = Notice(lambda taken: taken or n.silence(99))
+    k = n.listen(60)
+    close = os.close
+    os.close = lambda number: (closed.append(number), close(number))
+    n.silence(k)
+    time.sleep(0.2)  # the watch closes its end
+    print(len(closed), len(set(closed)), n.listen(60))
+    """
+    assert run(text) == (0, "2 2 1\n")
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_at_the_end_of_the_process_nobody_listens_any_more(number):
     notice = Notice()
