@@ -183,6 +183,7 @@ class TensorBoardWriter(Callback):
     def _open(self, folder: Path, step: int) -> None:
         event_file_writer, event, _ = _tensorboard()
         folder.mkdir(parents=True, exist_ok=True)
+        _wait_for_a_later_name(folder)
         self._file = event_file_writer.EventFileWriter(str(folder))
         start = event.SessionLog(status=event.SessionLog.START)
         self._file.add_event(event.Event(wall_time=time.time(), step=step, session_log=start))
@@ -205,6 +206,18 @@ class TensorBoardWriter(Callback):
             self._pending.clear()
             self._file.flush()
         self._flushed = time.monotonic()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, a second at most, until a new file's name sorts behind those of a folder: readers take them in that order.
+
+    A name begins with the second of its making. Within one second process and count follow, as text: 10 before 9.
+    """
+    names = [path.name.split(".") for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(name[3]) for name in names if name[3].isdecimal()), default=0)
+    left = newest + 1 - time.time()
+    if 0 < left <= 1:  # more, if a clock was set back: nobody waits that long
+        time.sleep(left)
 
 
 def _folder(writer: Callback, folder: Path | None, trainer: Trainer, below: str = "") -> Path:
