@@ -31,6 +31,8 @@ _PANEL = (
     1 << 17
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
+_FEW = 128  # rows
+
 
 class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
     """NumPy's side of :class:`~mpdp.kernels.base.Kernels`; the docstrings are there. **Local.**"""
@@ -87,9 +89,17 @@ class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAtte
         dtype = x.dtype
         if is_half(dtype):
             x, weight = x.astype(np.float32), weight.astype(np.float32)
-        out = np.matmul(x, weight.T)
-        if bias is not None:
-            out += bias
+        single = x.dtype == weight.dtype == np.float32
+        if single and x.ndim == 2 and 1 < len(x) <= _FEW and weight.size >= _PANEL:
+            # OpenBLAS takes a half (8 rows) to a twentieth (128) off a product whose transposed second matrix is the
+            # one of few rows, not the weights. The bias pays for the copy; in float64 nothing is gained.
+            out = np.empty((len(x), len(weight)), np.float32)
+            product = np.matmul(weight, x.T).T
+            np.copyto(out, product) if bias is None else np.add(product, bias, out=out)
+        else:
+            out = np.matmul(x, weight.T)
+            if bias is not None:
+                out += bias
         if activation == "gelu":
             out, saved = self.gelu(out)
             return out.astype(dtype, copy=False), saved

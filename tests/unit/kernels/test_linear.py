@@ -17,6 +17,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(d) for d in ("float32", "float64", "float16")] + [BF16]
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 SHAPES = [(3, 4, 5), (1, 1, 1), (0, 4, 5), (3, 0, 5), (3, 4, 0), (65, 33, 17), (128, 64, 40), (300, 24, 264)]
+SHAPES += [(9, 400, 360)]  # few rows, many weights
 RNG = np.random.default_rng(5)
 on_both = pytest.mark.usefixtures("device")
 
