@@ -38,9 +38,12 @@ REPETITIONS = {"quick": 3, "default": 9, "full": 15}
 SECONDS = {"quick": 0.02, "default": 0.03, "full": 0.06}  # of a repetition
 ARMS_SECONDS = {"quick": 14.0, "default": 180.0, "full": 3600.0}  # after which no repetition begins
 BESIDE_SECONDS = {"default": 30.0, "full": 300.0}
-STEPS_SECONDS = {"quick": 9.0, "default": 60.0, "full": 1800.0}
 LOADING = "CUDA_MODULE_LOADING"
-STEP_BLOCK = {"quick": 0.15, "default": 0.2, "full": 1.0}
+_TURNS = {  # of steps: blocks accepted of each side, seconds of one, seconds after which no turn begins
+    # On a CPU, which others disturb more, in more and longer blocks.
+    "cpu": {"quick": (3, 0.15, 9.0), "default": (21, 0.5, 200.0), "full": (25, 1.0, 1800.0)},
+    "cuda": {"quick": (3, 0.15, 9.0), "default": (9, 0.2, 60.0), "full": (15, 1.0, 1800.0)},
+}
 _BATCHES = {  # samples a rank
     "cuda": {"launch-bound": 128, "compute-bound": 4096},
     "cpu": {"launch-bound": 8, "compute-bound": 128},
@@ -323,6 +326,7 @@ class _Run:
             torch_python = sys.executable
         k = min(len(self.cpus), self.gpus if self.gpus > 1 else 2)
         kinds = dict(_BATCHES[self.device])
+        repetitions, block, limit = _TURNS[self.device][self.extent]
         if self.extent == "quick":
             del kinds["compute-bound"]
         found: list[dict[str, Any]] = []
@@ -337,12 +341,12 @@ class _Run:
                 self.note(f"{kind} steps are left out: {error}")
                 continue
             try:
-                until = time.monotonic() + STEPS_SECONDS[self.extent] / len(kinds)
+                until = time.monotonic() + limit / len(kinds)
                 told = partial(_write, file, {"step": kind})
                 made = {"kind": kind} | steps.turns(
                     self.control,
-                    repetitions=REPETITIONS[self.extent],
-                    seconds=STEP_BLOCK[self.extent],
+                    repetitions=repetitions,
+                    seconds=block,
                     until=until,
                     keep=told,
                 )
