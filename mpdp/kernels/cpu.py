@@ -31,7 +31,14 @@ _PANEL = (
     1 << 17
 )  # elements of a product that are accumulated at once: 512 KiB of float32 stay in the L2 cache
 
-_FEW = 128  # rows
+
+def _by_weights(rows: int, outputs: int, inputs: int) -> bool:
+    """Return whether a float32 product is to have the transposed rows, not the weights, as its second matrix.
+
+    Then OpenBLAS takes off a half (8 rows) to a twentieth (128), if neither side of the weights is small, and the bias
+    pays for transposing the result, if that stays in the cache. In float64 nothing is gained.
+    """
+    return 2 < rows <= 128 <= min(outputs, inputs) and rows * outputs <= _PANEL <= outputs * inputs
 
 
 class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAttention):
@@ -90,9 +97,7 @@ class CpuKernels(CpuRules, CpuRows, CpuIndices, CpuWindows, CpuChannels, CpuAtte
         if is_half(dtype):
             x, weight = x.astype(np.float32), weight.astype(np.float32)
         single = x.dtype == weight.dtype == np.float32
-        if single and x.ndim == 2 and 1 < len(x) <= _FEW and weight.size >= _PANEL:
-            # OpenBLAS takes a half (8 rows) to a twentieth (128) off a product whose transposed second matrix is the
-            # one of few rows, not the weights. The bias pays for the copy; in float64 nothing is gained.
+        if single and x.ndim == weight.ndim == 2 and _by_weights(len(x), *weight.shape):
             out = np.empty((len(x), len(weight)), np.float32)
             product = np.matmul(weight, x.T).T
             np.copyto(out, product) if bias is None else np.add(product, bias, out=out)
