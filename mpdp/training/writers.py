@@ -213,11 +213,12 @@ def _wait_for_a_later_name(folder: Path) -> None:
 
     A name begins with the second of its making. Within one second process and count follow, as text: 10 before 9.
     """
+    now = time.time()
     names = [path.name.split(".") for path in folder.glob("events.out.tfevents.*")]
-    newest = max((int(name[3]) for name in names if name[3].isdecimal()), default=0)
-    left = newest + 1 - time.time()
-    if 0 < left <= 1:  # more, if a clock was set back: nobody waits that long
-        time.sleep(left)
+    seconds = (int(name[3]) for name in names if name[3].isdecimal())
+    newest = max((second for second in seconds if second <= now), default=0)  # a clock may have been set back
+    if now < newest + 1:
+        time.sleep(newest + 1 - now)
 
 
 def _folder(writer: Callback, folder: Path | None, trainer: Trainer, below: str = "") -> Path:

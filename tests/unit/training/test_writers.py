@@ -3,6 +3,7 @@
 import csv
 import gc
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -130,13 +131,14 @@ def test_files_of_one_second_are_read_in_order(tmp_path, monkeypatch):
 
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     (tmp_path / "events.out.tfevents.none").touch()  # a name of somebody else
+    (tmp_path / f"events.out.tfevents.{time.time() + 60:.0f}.other.1.0").touch()  # and a clock that is ahead
     writer = mpdp.TensorBoardWriter(tmp_path)
     t = trainer(tmp_path / "run", [writer])
     for updates in (1, 2):
         t.fit(dataset(), updates=updates, global_batch_size=4)
         writer.close()
     names = sorted(path.name.split(".")[-1] for path in tmp_path.glob("events*"))
-    assert names == ["10", "9", "none"]
+    assert names == ["0", "10", "9", "none"]
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert [e.step for e in read.Scalars("train/loss")] == [1, 2]
