@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_HEARD, _OBEYED = b"!", b"."  # what the watch is told
 
 
 class Notice:
@@ -44,10 +46,10 @@ class Notice:
         self._numbers = itertools.count()
         self._patience = 0.0
         self._taken: dict[int, Any] = {}  # signal -> what to put back
-        self._pid = 0
-        self._wake = -1
-        self._done = threading.Event()
-        self._syncing = False
+        self._pid = 0  # of the process whose handlers these are
+        self._wake = -1  # a pipe to the watch
+        self._obeyed = self._anew = False  # whether they were, and whether somebody listens since
+        self._syncing = 0  # the process that is in sync()
 
     @property
     def asked(self) -> bool:
@@ -69,7 +71,12 @@ class Notice:
         number = next(self._numbers)
         self._patience = patience
         self._listeners.add(number)
-        self.sync()
+        self._anew = True
+        try:
+            self.sync()
+        except BaseException:
+            self._listeners.discard(number)  # nobody could silence it
+            raise
         return number
 
     def silence(self, listener: int) -> None:
@@ -91,76 +98,107 @@ class Notice:
 
     def obeyed(self) -> None:
         """Say that the program is about to end as asked; signals change nothing from now on. **Local.**"""
-        self._done.set()
+        self._obeyed, self._anew = True, False
+        self._tell(_OBEYED)
         self.number = None
         self.sync()
 
     def sync(self) -> None:
         """Put handlers in or out as listeners want it; does nothing outside of the main thread. **Local.**"""
-        if self._syncing or threading.current_thread() is not threading.main_thread():
+        pid = os.getpid()
+        if threading.get_ident() != threading.main_thread().ident or self._syncing == pid:
             return
-        self._syncing = True
-        try:
-            if self._listeners and self._pid != os.getpid():
-                self._take()
-            elif self._pid == os.getpid():
-                if self._done.is_set():
-                    for number in self._taken:
-                        signal.signal(number, signal.SIG_IGN)
-                if not self._listeners:
-                    self._give_back()
-        finally:
-            self._syncing = False
+        while True:
+            self._syncing = pid
+            try:
+                self._put()
+            finally:
+                self._syncing = 0
+            # What called sync() meanwhile, the collector or a handler, was turned away.
+            if bool(self._listeners) == (self._pid == pid):
+                return
+
+    def _put(self) -> None:
+        mine = self._pid == os.getpid()
+        if self._listeners and (not mine or (self._obeyed and self._anew)):
+            if mine:
+                self._tell(_OBEYED)
+                os.close(self._wake)
+            self._take()
+        elif mine and not self._listeners:
+            self._give_back()
+        elif mine and self._obeyed:
+            for number in self._taken:
+                signal.signal(number, signal.SIG_IGN)
 
     def _take(self) -> None:
         ours = [number for number in self._taken if signal.getsignal(number) == signal.SIG_IGN]
+        read, wake = os.pipe()
+        os.set_blocking(wake, False)
+        watch = threading.Thread(
+            target=self._watch, args=(read, self._patience), name="mpdp-notice", daemon=True
+        )
+        try:
+            watch.start()
+        except BaseException:
+            os.close(wake)
+            if watch.ident is None:
+                os.close(read)
+            raise
         self.number = None
-        self._done = threading.Event()
-        self._taken = {}
-        self._pid = os.getpid()
-        read, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        threading.Thread(
-            target=self._watch, args=(read, self._done, self._patience), name="mpdp-notice", daemon=True
-        ).start()
-        for number in SIGNALS:
-            if number in ours or signal.getsignal(number) == signal.SIG_DFL:
-                # MPICH's mpirun tells its ranks of a failed one by SIGUSR1, for which MPI_Init has set a handler in C.
-                # Python cannot put that back, and resets handlers of its own before the process is gone.
-                kept = number in ours or _caught_in_c(number)
-                self._taken[number] = signal.SIG_IGN if kept else signal.SIG_DFL
-                signal.signal(number, self._heard)
-        self._changed(True)
+        self._obeyed = self._anew = False
+        self._taken, self._wake, self._pid = {}, wake, os.getpid()
+        try:
+            for number in SIGNALS:
+                if number in ours or signal.getsignal(number) == signal.SIG_DFL:
+                    # MPICH's mpirun tells its ranks of a failed one by SIGUSR1, for which MPI_Init has set a handler in
+                    # C. Python cannot put that back, and resets handlers of its own before the process is gone.
+                    kept = number in ours or _caught_in_c(number)
+                    self._taken[number] = signal.SIG_IGN if kept else signal.SIG_DFL
+                    signal.signal(number, self._heard)
+            self._changed(True)
+        except BaseException:  # an interrupt
+            self._give_back()
+            raise
 
     def _give_back(self) -> None:
         self._changed(False)
         for number, handler in self._taken.items():
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, handler)
-        self._pid = 0
-        os.close(self._wake)
         late, self.number = self.number, None
-        if late is not None and not self._done.is_set():
+        self._tell(_OBEYED)
+        os.close(self._wake)
+        self._pid = 0
+        if late is not None and not self._obeyed:
             os.kill(os.getpid(), late)
-        self._done.set()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child, whose pool may be ended by this very signal
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif self.number is None:
+            return
+        if self.number is None and not self._obeyed:
             self.number = number
-            with contextlib.suppress(OSError):
-                os.write(self._wake, b"!")
-            if not self._listeners:  # the last one was silenced in another thread
-                self.sync()
+            self._tell(_HEARD)
+        if not self._listeners:  # the last one was silenced in another thread
+            self.sync()
 
-    def _watch(self, read: int, done: threading.Event, patience: float) -> None:
+    def _tell(self, what: bytes) -> None:
+        """Tell the watch, which a child that was forked may keep from seeing the end of the pipe."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                os.write(self._wake, what)
+
+    def _watch(self, read: int, patience: float) -> None:
         try:
-            asked = os.read(read, 1)
+            asked = os.read(read, 1) == _HEARD
+            poll = select.poll()
+            poll.register(read, select.POLLIN)
+            late = asked and not poll.poll(1000 * patience)
         finally:
             os.close(read)
-        if asked and not done.wait(patience):
+        if late:
             self._expired(self.number or signal.SIGTERM)
 
 

@@ -145,6 +145,7 @@ class Group:
         guard.current.notice.sync()
         if self.error is not None:
             self._end()
+            guard.current.notice.sync()  # ranks that have ended meanwhile listen no longer
             if self.failed_rank is not None:
                 self.error.add_note(f"on rank {self.failed_rank} of {self.size} threads")
             raise self.error

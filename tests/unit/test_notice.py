@@ -161,6 +161,98 @@ def test_a_signal_after_the_last_was_silenced_in_another_thread(number):
     assert run(text) == (-number, "")
 
 
+def test_a_signal_that_was_heard_comes_again_behind_the_last_in_another_thread():
+    text = """
+    n = Notice(); k = n.listen(60)
+    send(); print(n.asked, flush=True)
+    t = threading.Thread(target=n.silence, args=[k]); t.start(); t.join()
+    send(); print("after")
+    """
+    assert run(text) == (-signal.SIGTERM, "True\n")
+
+
+def test_a_signal_while_handlers_are_put_in_for_nobody():
+    text = """
+    def changed(taken):
+        if taken:
+            t = threading.Thread(target=n.silence, args=[0]); t.start(); t.join()
+            send()
+    n = Notice(changed); n.listen(60); print("after")
+    """
+    assert run(text) == (-signal.SIGTERM, "")
+
+
+def test_an_error_while_handlers_are_put_in_leaves_none():
+    text = """
+    pipe, start = os.pipe, threading.Thread.start
+    def fails(*_):
+        raise OSError("none left")
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+    def changed(taken):
+        if taken and told:
+            raise told.pop()
+    told = []
+    n = Notice(changed)
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("pipe", "start", "changed"):
+        if name == "pipe": os.pipe = fails
+        if name == "start": threading.Thread.start = interrupted
+        if name == "changed": told.append(KeyboardInterrupt())
+        try:
+            n.listen(60)
+        except (OSError, KeyboardInterrupt):
+            print(name, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+        os.pipe, threading.Thread.start = pipe, start
+    time.sleep(0.2)  # the watches end
+    print(len(os.listdir("/proc/self/fd")) - before)
+    k = n.listen(60); send(); print(n.asked, flush=True); n.silence(k)
+    """
+    assert run(text) == (-signal.SIGTERM, "pipe True\nstart True\nchanged True\n0\nTrue\n")
+
+
+def test_it_listens_anew_after_it_was_obeyed_while_another_still_listens():
+    """As a trainer with a loop of its own does until it is gone."""
+    text = """
+    n = Notice(); n.listen(60); send(); n.obeyed(); send(); print(n.asked)
+    n.listen(60); print(n.asked); send(); print(n.asked, flush=True)
+    """
+    assert run(text) == (0, "False\nFalse\nTrue\n")
+
+
+def test_a_program_that_has_taken_the_signal_meanwhile_gets_it_once():
+    text = """
+    def mine(number, frame):
+        raise InterruptedError
+    n = Notice(expired=lambda number: print("expired", flush=True)); k = n.listen(0.3)
+    send(); signal.signal(signal.SIGTERM, mine)
+    try:
+        n.silence(k)
+    except InterruptedError:
+        print("mine")
+    time.sleep(0.6)
+    """
+    assert run(text) == (0, "mine\n")
+
+
+def test_a_child_forked_while_handlers_are_put_in_takes_its_own():
+    text = """
+    def changed(taken):
+        if taken and os.getpid() == parent and not children:
+            children.append(0)
+            t = threading.Thread(target=fork); t.start(); t.join()
+    def fork():
+        child = os.fork()
+        if child == 0:
+            n.listen(60); send(); print(n.asked, flush=True); os._exit(0)
+        print(os.waitpid(child, 0)[1], flush=True)
+    parent, children = os.getpid(), []
+    n = Notice(changed); k = n.listen(60); n.silence(k)
+    """
+    assert run(text) == (0, "True\n0\n")
+
+
 def test_silence_inside_of_silence_puts_handlers_out_once():
     """The collector may run where the handlers are being put out; what is closed twice may be somebody else's."""
     text = """

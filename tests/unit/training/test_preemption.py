@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpdp
+import mpdp.threads
 from mpdp import data, nn, optim
 from mpdp.errors import CheckpointError, Preempted
 from mpdp.training import checkpoint
@@ -165,6 +166,24 @@ def test_handlers_are_there_while_fit_runs():
 
     make(None, Look()).fit(DATA, updates=1, global_batch_size=8)
     assert seen != [signal.SIG_DFL] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_handlers_are_put_back_where_threads_end_by_an_error():
+    class Fail(mpdp.Callback):
+        def on_step(self, trainer):
+            if trainer.world.rank == 0:
+                while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # until the main thread looks
+                    time.sleep(0.01)
+                raise OSError("a full disk")
+            time.sleep(1)  # rank 1 listens longer than the error takes
+
+    def run():
+        mpdp.init(device="cpu", timeout=20)
+        make(None, Fail()).fit(DATA, updates=5, global_batch_size=8)
+
+    with pytest.raises(OSError, match="a full disk"):
+        mpdp.threads.run(run, 2)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_inside_of_averaged_the_weights_are_saved(tmp_path):
