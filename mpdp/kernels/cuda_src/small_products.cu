@@ -281,6 +281,7 @@ small_linear_backward(const float* g, const float* kept, const float* x, const f
         multiply<1, 0, 0, PACKED_A, PACKED_B>(p, memory, tile / wide * BM, tile % wide * BN, 0);
         return;
     }
+    if (!out_bias) return;  // clusters are whole, so a few blocks may have nothing to do
     int column = (tile - (int)tiles_weight) * 32 + threadIdx.x % 32;
     float sum = 0;
     if (column < o) {
