@@ -36,6 +36,8 @@ def test_a_dozen_faults_end_as_promised(tmp_path):
 
 def test_a_run_goes_on_where_it_was_broken_off(tmp_path):
     words = ("--kinds", "exit_3,loss", "--trials", "2", "--seed", "3")
+    result, found = bench(tmp_path, *words, "--seconds", "-1")  # none is begun
+    assert result.rc == 0 and found["faults"] == 0 and "| all | 0 |" in result.output, result
     result, found = bench(tmp_path, *words, "--seconds", "0.001")
     assert result.rc == 0 and found["faults"] in (0, 1) and "faults are left" in result.output, result
     result, found = bench(tmp_path, *words)

@@ -163,7 +163,10 @@ def table(result: dict[str, Any]) -> list[str]:
     }
     lines = ["| fault | " + " | ".join(heads.values()) + " |", "|---" * (1 + len(heads)) + "|"]
     for name, some in [*result["groups"].items(), ("all", result)]:
-        cells = [f"{some[key]:.2f}" if key.endswith("seconds") else str(some[key]) for key in heads]
+        cells = [
+            "" if some[key] is None else f"{some[key]:.2f}" if key.endswith("seconds") else str(some[key])
+            for key in heads
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if result["lost_status"]:
         lines.append(f"status 0 after os._exit(0) under plain mpirun of MPICH: {result['lost_status']}")
