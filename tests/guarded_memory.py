@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python -m pytest -x -p guarded_memory -k cuda tests/unit/kernels/test_linear.py
 
-Each array of CuPy's ends where unmapped addresses begin, to 16 bytes, and what is freed is unmapped and its addresses are
-never used again: an access there is cudaErrorIllegalAddress, where a pool's memory would hide it. Memory of a capture
-comes from the pool as ever. Tests that count memory, or whose capture frees memory, fail here. Source: CUDA driver API,
-virtual memory management.
+Each array of CuPy's ends where unmapped addresses begin, to 16 bytes, and what is freed is unmapped and its addresses
+are never used again: an access there is cudaErrorIllegalAddress, where a pool's memory would hide it. Memory of a
+capture comes from the pool as ever. Tests that count memory, or whose capture frees memory, fail here. Source: CUDA
+driver API, virtual memory management.
 """
 
 import contextlib
