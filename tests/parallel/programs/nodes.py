@@ -87,6 +87,7 @@ def lanes():
             comm.recv(token, source=0)
             assert token[0] == 0
         assert thread.is_alive()
+        comm.all_reduce(few, lane="urgent")  # all have looked
         late.set()
         thread.join()
         assert np.all(array == world.size * (world.size - 1) / 2)
