@@ -119,15 +119,12 @@ class Notice:
                 return
 
     def _put(self) -> None:
-        mine = self._pid == os.getpid()
-        if self._listeners and (not mine or (self._obeyed and self._anew)):
-            if mine:
-                self._tell(_OBEYED)
-                os.close(self._wake)
-            self._take()
-        elif mine and not self._listeners:
+        pid = os.getpid()
+        if self._pid == pid and (not self._listeners or (self._obeyed and self._anew)):
             self._give_back()
-        elif mine and self._obeyed:
+        if self._listeners and self._pid != pid:
+            self._take()
+        elif self._pid == pid and self._obeyed:
             for number in self._taken:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -168,8 +165,8 @@ class Notice:
                 signal.signal(number, handler)
         late, self.number = self.number, None
         self._tell(_OBEYED)
+        self._pid = 0  # first, so that no other thread tells what the number means next
         os.close(self._wake)
-        self._pid = 0
         if late is not None and not self._obeyed:
             os.kill(os.getpid(), late)
 

@@ -221,6 +221,25 @@ def test_it_listens_anew_after_it_was_obeyed_while_another_still_listens():
     assert run(text) == (0, "False\nFalse\nTrue\n")
 
 
+def test_an_error_while_it_listens_anew_closes_nothing_twice():
+    text = """
+    def fails():
+        raise OSError("none left")
+    n = Notice(); k = n.listen(60); send(); n.obeyed()
+    pipe, os.pipe = os.pipe, fails
+    try:
+        n.listen(60)
+    except OSError as error:
+        print(error, flush=True)
+    os.pipe = pipe
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+    n.silence(k)
+    print([os.fstat(number) is None for number in others].count(False), flush=True)
+    n.listen(60); send(); print(n.asked, flush=True)
+    """
+    assert run(text) == (0, "none left\n8\nTrue\n")
+
+
 def test_a_program_that_has_taken_the_signal_meanwhile_gets_it_once():
     text = """
     def mine(number, frame):
