@@ -1,6 +1,7 @@
 """Shared memory where it is forbidden, scarce or left behind, and a rank that dies inside a collective."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -72,6 +73,27 @@ def test_memory_goes_with_its_last_view(job, size):
 def test_a_duplicate_that_is_closed_goes_with_its_memory(job):
     counts = job(PROGRAM, "duplicates", n=2).check().results
     assert max(counts) <= 10
+
+
+def gives_huge_pages():
+    """Say whether this kernel collapses memory into huge pages where it is asked to (Linux 6.1)."""
+    version = tuple(int(word) for word in re.findall(r"\d+", platform.release())[:2])
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return version >= (6, 1) and setting.exists() and "[never]" not in setting.read_text()
+
+
+def test_large_buffers_lie_in_huge_pages(job):
+    if not gives_huge_pages():
+        pytest.skip("this kernel gives no huge pages to who asks")
+    for huge in job(PROGRAM, "huge pages", n=2).check().results:
+        # This rank: lanes and two buffers, 2 + 2 + 6 MiB; the other: what was touched of them, 2 + 2 + 2 at least.
+        assert huge >= 16 << 10
+        assert huge % 2048 == 0
+
+
+@pytest.mark.parametrize("setting", ["auto", "missing"])
+def test_memory_without_huge_pages_where_the_kernel_refuses_them(job, setting):
+    assert job(PROGRAM, "ordinary pages", setting, n=2).check().results == [0, 0]
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared_memory"])

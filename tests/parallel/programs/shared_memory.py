@@ -49,6 +49,17 @@ def files():
     return sum("memfd:mpdp" in os.readlink(link) for link in links if link.is_symlink())
 
 
+def in_huge_pages():
+    """Return how many KiB of memory files this process has mapped in huge pages."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "/memfd:mpdp" in line
+        elif ours and line.startswith("ShmemPmdMapped:"):
+            total += int(line.split()[1])
+    return total
+
+
 def check(comm, nbytes=8 << 20):
     """All-reduce memory of ``allocate`` and private memory, each in one piece and in a slice off its start."""
     count = nbytes // 8
@@ -67,6 +78,12 @@ elif CASE == "refused":
 elif CASE == "private":
     forbid("_open", above=4 << 20)
     forbid("_free_bytes", above=4 << 20)
+
+elif CASE == "ordinary pages":
+    if world_rank() == 0:
+        mapping._THP = os.devnull if TRANSPORT == "auto" else "/nowhere"
+    mapping._COLLAPSE = -1  # no advice that a kernel knows
+    TRANSPORT = "auto"
 
 world = mpdp.init(transport=TRANSPORT)
 comm = world.axis("data")
@@ -94,6 +111,16 @@ elif CASE == "freed":
     assert maps() == before
     check(comm)
     record([world.transport, comm.way, maps()])
+elif CASE in ("huge pages", "ordinary pages"):
+    small, large = comm.allocate(100_000), [comm.allocate(nbytes) for nbytes in (1 << 20, (4 << 20) + 1)]
+    check(comm)
+    for buffer in (small, *large):
+        array = buffer.array(np.uint8, buffer.nbytes)
+        assert not array.any()
+        array[...] = 1
+        comm.all_reduce(array)
+        assert np.all(array == world.size)
+    record(in_huge_pages())
 elif CASE == "duplicates":
     for _ in range(20):
         other = comm.duplicate()
