@@ -91,14 +91,15 @@ class Activity:
             RankFailedError: this rank or another has failed, so nobody would answer. The error is
                 ``secondary``: the failure itself was reported where it happened.
         """
-        self.check(call)
+        if self._failure is not None:
+            self.check(call)
         self.count += 1
         self.since = monotonic()  # before `call`, so that a reader never pairs a new call with an old time
         self.call = call
 
     def resume(self, call: str) -> None:
         """Say that this rank is back in a collective that it has entered before. **Local.**"""
-        if self.failure is None:
+        if self._failure is None:
             self.since = monotonic()
             self.call = call
 

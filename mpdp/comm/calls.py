@@ -19,7 +19,7 @@ _NUMBERS = _KINDS.index(("all_reduce", "max", np.dtype(np.int64)))
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}  # fits a byte
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One collective of one rank, from its announcement on.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import add
@@ -103,10 +103,11 @@ class DirectCommunicator(Communicator):
 
     def reduce_numbers(self, maxima: Sequence[int], sums: Sequence[float]) -> tuple[list[int], list[float]]:
         lane = self._lane("urgent")
-        record, count = _record(len(maxima), len(sums)), len(maxima)
+        count = len(maxima)
+        record = _record(count, len(sums))
         if record.size > lane.small_bytes:
             return super().reduce_numbers(maxima, sums)
-        self._enter("all_reduce", "urgent")
+        self.activity.enter("all_reduce, urgent")
         try:
             while lane.announced:
                 self._carry_out_first(lane)
@@ -115,22 +116,18 @@ class DirectCommunicator(Communicator):
             signature = sign_numbers(count, len(sums))
             number = lane.post(signature)
             self._meet(lane, number, signature)
-            # A dozen numbers: Python adds them in the time that NumPy takes to begin.
-            end = 8 * count
-            own = slots[self.rank][:end]
-            if [slot[:end] == own for slot in slots].count(True) == self.size:  # as in nearly every step
-                most: Iterable[int] = maxima
-                rows = [_record(0, len(sums)).unpack_from(slot, end) for slot in slots]
-            else:
-                gathered = [record.unpack_from(slot) for slot in slots]
-                most, rows = map(max, *[row[:count] for row in gathered]), [row[count:] for row in gathered]
+            rows = [record.unpack_from(slot) for slot in slots]
             lane.flags.post(DONE, number)
         finally:
             self.activity.leave()
-        total: Iterable[float] = rows[0]
-        for row in rows[1:]:
-            total = map(add, total, row)
-        return list(most), list(total)
+        # A dozen numbers: Python combines them in the time that NumPy takes to begin.
+        first, *others = rows
+        most, total = list(first[:count]), list(first[count:])
+        for row in others:
+            if list(row[:count]) != most:  # equal in nearly every step
+                most = list(map(max, most, row))
+            total = list(map(add, total, row[count:]))
+        return most, total
 
     def start_all_reduce(self, array: Any, *, op: str = "sum", lane: str = "bulk") -> Request:
         started = self._start("all_reduce", array, op, lane, None)
@@ -158,14 +155,15 @@ class DirectCommunicator(Communicator):
             known = self._learn(key, array, bounds)
             if known is None:
                 return None
-        self._enter(name, lane)
+        self.activity.enter(name if lane == "bulk" else f"{name}, {lane}")
         try:
             own_lane = self._lane(lane)
-            call, location = known.call(array, op), known.location
-            while own_lane.too_far_ahead:
-                self._carry_out_first(own_lane)
-            own_lane.announce(call, location)
-            while own_lane.announced and own_lane.flags.reached(READY, own_lane.announced[0].number):
+            call, announced = known.call(array, op), own_lane.announced
+            if announced:
+                while own_lane.too_far_ahead:
+                    self._carry_out_first(own_lane)
+            own_lane.announce(call, known.location)
+            while announced and own_lane.flags.reached(READY, announced[0].number):
                 self._carry_out_first(own_lane)
         finally:
             self.activity.leave()

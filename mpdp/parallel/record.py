@@ -24,6 +24,9 @@ from ..errors import DisagreementError, on_all_ranks
 _SUMS = 4
 _EQUAL = ("kind", "step", "layout", "rate")
 _ANY = -(2**63)  # loses every maximum: "this rank does not care"
+_DO_NOT_CARE = (_ANY, _ANY)
+_ZEROS = (0.0,) * _SUMS
+_INTEGER, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 
 
 class Kind(IntEnum):
@@ -127,12 +130,16 @@ def exchange(
     """
     if comm.size == 1:
         return Agreed(tuple(float(x) for x in sums), used is not None, stop, changed)
-    bits = None if rate is None else struct.unpack("<q", struct.pack("<d", rate))[0]
-    values = (int(kind), step, layout, bits, used)
-    mine = [int(used is None), int(stop), int(changed)]
-    for value in values:
-        mine += (_ANY, _ANY) if value is None else (value, ~value)
-    maxima, totals = comm.reduce_numbers(mine, (*sums, *[0.0] * (_SUMS - len(sums))))
+    call = int(kind)
+    mine = [int(used is None), int(stop), int(changed), call, ~call, step, ~step]
+    mine += _DO_NOT_CARE if layout is None else (layout, ~layout)
+    if rate is None:
+        mine += _DO_NOT_CARE
+    else:
+        (bits,) = _INTEGER.unpack(_FLOAT.pack(rate))
+        mine += (bits, ~bits)
+    mine += _DO_NOT_CARE if used is None else (used, ~used)
+    maxima, totals = comm.reduce_numbers(mine, (*sums, *_ZEROS[len(sums) :]))
     if (
         maxima == mine
     ):  # as in nearly every step: both extremes of each value are this rank's, or nobody else cares

@@ -201,7 +201,8 @@ class Reducer:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
         if self._next >= upto:
             return
-        self.open()
+        if not self._opened:
+            self.open()
         start = time.perf_counter()
         while self._next < upto:
             self._requests.append(self.placement.start_reducing(self.views[self._next], self._next))
@@ -210,7 +211,8 @@ class Reducer:
 
     def wait(self) -> None:
         """Start what is left, wait for every chunk and make ready for the next step. **Collective.**"""
-        self.open()  # parameters without elements make no chunk
+        if not self._opened:  # parameters without elements make no chunk
+            self.open()
         self.flush(len(self.chunks))
         start = time.perf_counter()
         for request in self._requests:
