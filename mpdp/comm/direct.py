@@ -107,7 +107,7 @@ class DirectCommunicator(Communicator):
         record = _record(count, len(sums))
         if record.size > lane.small_bytes:
             return super().reduce_numbers(maxima, sums)
-        self.activity.enter("all_reduce, urgent")
+        self._enter("all_reduce", "urgent")
         try:
             while lane.announced:
                 self._carry_out_first(lane)
@@ -155,7 +155,7 @@ class DirectCommunicator(Communicator):
             known = self._learn(key, array, bounds)
             if known is None:
                 return None
-        self.activity.enter(name if lane == "bulk" else f"{name}, {lane}")
+        self._enter(name, lane)
         try:
             own_lane = self._lane(lane)
             call, announced = known.call(array, op), own_lane.announced

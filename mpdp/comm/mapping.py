@@ -64,8 +64,7 @@ def share(comm: MpiCommunicator, nbytes: int, number: int = 0) -> Mapped:
     Raises:
         CommunicationError: on all ranks, when neither way works; the message says why.
     """
-    unit = HUGE_PAGE if nbytes >= _LEAST_HUGE else PAGE
-    size = max(-(-nbytes // unit) * unit, PAGE)
+    size = max(_round_up(nbytes, PAGE), PAGE)
     reasons = []
     for way, make in (("memfd", _memfd), ("shared window", _window)):
         try:
@@ -77,6 +76,10 @@ def share(comm: MpiCommunicator, nbytes: int, number: int = 0) -> Mapped:
             f"shared memory: expected {size} bytes of each rank mapped into all others, got {'; '.join(reasons)}"
         )
     )
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 class _Refused(Exception):
@@ -97,6 +100,8 @@ def _gather(comm: MpiCommunicator, call: Callable[[], Any]) -> list[Any]:
 
 
 def _memfd(comm: MpiCommunicator, size: int, number: int) -> Mapped:
+    if size >= _LEAST_HUGE:
+        size = _round_up(size, HUGE_PAGE)
     fds: list[int] = []
     try:
 
@@ -145,20 +150,28 @@ def _map(fd: int, size: int, flags: int = 0) -> np.ndarray:
     Python's own ``mmap`` would keep a descriptor open for each mapping: ranks x buffers of them in every rank.
     """
     if size % HUGE_PAGE:
-        address = start = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | flags, fd)
-        taken = size
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | flags, fd)
     else:
-        taken = size + HUGE_PAGE
-        start = _mmap(None, taken, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
-        address = -(-start // HUGE_PAGE) * HUGE_PAGE
+        address = _take_addresses(size)
         try:
             _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED | flags, fd)
         except OSError:
-            _unmap(start, taken)
+            _unmap(address, size)
             raise
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, _unmap, start, taken).atexit = False
+    weakref.finalize(memory, _unmap, address, size).atexit = False
     return np.frombuffer(memoryview(memory), dtype=np.uint8)
+
+
+def _take_addresses(size: int) -> int:
+    """Reserve addresses that begin where a huge page may, without memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    start = _mmap(None, size + HUGE_PAGE, _NO_ACCESS, flags, -1)
+    address = _round_up(start, HUGE_PAGE)
+    if address > start:
+        _unmap(start, address - start)
+    _unmap(address + size, start + HUGE_PAGE - address)
+    return address
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:

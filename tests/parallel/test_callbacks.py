@@ -18,6 +18,8 @@ PROGRAM = PROGRAMS / "callbacks.py"
         ("barrier", "on_epoch", 3, "mpi", "a collective inside a callback"),
         ("data barrier", "on_validation", 2, "auto", "a collective inside a callback"),
         ("data all-reduce", "on_step", 3, "auto", "a collective inside a callback"),
+        ("data started", "on_step", 2, "auto", "a collective inside a callback"),
+        ("data numbers", "on_step", 2, "auto", "a collective inside a callback"),
         ("broadcast", "on_step", 2, "auto", "a collective inside a callback"),
     ],
 )

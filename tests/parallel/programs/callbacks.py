@@ -15,6 +15,7 @@ ALONE = CALL != "all"
 last = rank == world.size - 1
 random = np.random.default_rng(0)
 train = data.ArrayDataset(random.standard_normal((24, 4)).astype("float32"), random.integers(0, 3, 24))
+room = world.axis("data").allocate(1 << 18).array(np.float32, 1 << 16)
 calls = {
     "evaluate": lambda t: t.evaluate(train),
     "predict": lambda t: t.predict(train),
@@ -26,6 +27,8 @@ calls = {
     "data all-reduce": lambda t: t.world.axis("data").all_reduce(
         np.ones(1, "int64"), op="max", lane="urgent"
     ),
+    "data started": lambda t: t.world.axis("data").start_all_reduce(room).wait(),
+    "data numbers": lambda t: t.world.axis("data").reduce_numbers([1], [1.0]),
     "broadcast": lambda t: t.world.comm.broadcast_bytes(b"word" if rank == 0 else None),
     "pair": lambda t: pair(t.world.comm),
     "raise": lambda t: 1 / 0,
