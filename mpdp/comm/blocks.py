@@ -46,7 +46,7 @@ class Combiner:
     **Local.** Holds scratch memory of two blocks; one thread at a time uses it.
 
     Args:
-        block_bytes: bytes of one buffer that are handled at once.
+        block_bytes: bytes of one buffer that are handled at once; a range of up to two blocks is one.
     """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:

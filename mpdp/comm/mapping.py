@@ -30,7 +30,7 @@ from .mpi import MpiCommunicator
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20  # of x86-64, the only machine that shares memory here
-_LEAST_HUGE = 1 << 20  # bytes; at most as many are lost to the last page
+_LEAST_HUGE = 1 << 20  # bytes; what the last huge page holds beyond the buffer is lost
 _COLLAPSE = 25  # MADV_COLLAPSE, which Python does not name; neither these of mmap(2)
 _NO_ACCESS, _FIXED, _NO_RESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value

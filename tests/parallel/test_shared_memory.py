@@ -108,9 +108,9 @@ def test_large_buffers_lie_in_huge_pages(job):
         assert huge % 2048 == 0
 
 
-@pytest.mark.parametrize("setting", ["auto", "missing"])
-def test_memory_without_huge_pages_where_the_kernel_refuses_them(job, setting):
-    assert job(PROGRAM, "ordinary pages", setting, n=2).check().results == [0, 0]
+@pytest.mark.parametrize("reason", ["refused", "missing", "never"])
+def test_memory_lies_in_ordinary_pages_where_there_are_no_others(job, reason):
+    assert job(PROGRAM, "ordinary pages", reason, n=2).check().results == [0, 0]
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared_memory"])

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -80,9 +81,15 @@ elif CASE == "private":
     forbid("_free_bytes", above=4 << 20)
 
 elif CASE == "ordinary pages":
-    if world_rank() == 0:
-        mapping._THP = os.devnull if TRANSPORT == "auto" else "/nowhere"
-    mapping._COLLAPSE = -1  # no advice that a kernel knows
+    if TRANSPORT == "refused":
+        mapping._COLLAPSE = -1  # no advice that a kernel knows
+    elif TRANSPORT == "missing":
+        mapping._THP = "/nowhere"
+    else:
+        folder = tempfile.TemporaryDirectory()
+        setting = Path(folder.name, "enabled")
+        setting.write_text("always madvise [never]\n")
+        mapping._THP = str(setting)
     TRANSPORT = "auto"
 
 world = mpdp.init(transport=TRANSPORT)
