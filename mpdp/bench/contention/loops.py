@@ -92,9 +92,10 @@ def library(name: str) -> Path:
     source = FOLDER / f"{name}.c"
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for folder in (Path(base, "mpdp"), Path(tempfile.mkdtemp(prefix="mpdp-launches-"))):
-        path = folder / f"{name}-{digest}.so"
+    for place in (lambda: os.path.join(base, "mpdp"), lambda: tempfile.mkdtemp(prefix="mpdp-launches-")):
         try:
+            folder = Path(place())
+            path = folder / f"{name}-{digest}.so"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")

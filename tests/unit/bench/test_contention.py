@@ -248,6 +248,19 @@ def test_no_compiler_is_said(monkeypatch):
     assert (verdict.word, verdict.line) == ("undecided", "undecided (no C compiler)")
 
 
+def test_a_library_is_compiled_into_the_cache_and_elsewhere_where_it_must(monkeypatch, tmp_path):
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(loops.tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert loops.library("launches") == loops.library("launches")
+    assert loops.library("launches").parent == tmp_path / "cache" / "mpdp"
+    assert not list(elsewhere.iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert loops.library("launches").parent.parent == elsewhere
+
+
 # -- the rule
 
 
