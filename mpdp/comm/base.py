@@ -67,6 +67,18 @@ class Request:
         """Wait for the result, and raise what went wrong. **Local.**"""
 
 
+class CheckedRequest(Request):
+    """A checked sum that was started.
+
+    Attributes:
+        values: after ``wait()`` each rank's number, if the notes of all ranks were equal; else None.
+    """
+
+    @property
+    def values(self) -> list[float] | None:
+        raise NotImplementedError
+
+
 class Communicator(ABC):
     """Carry arrays between ``size`` ranks.
 
@@ -170,6 +182,27 @@ class Communicator(ABC):
         """
         self.all_reduce(array, op=op, lane=lane)
         return Request()
+
+    def start_checked_all_reduce(
+        self, array: Any, note: int, value: float, settle: Callable[[], None]
+    ) -> CheckedRequest | None:
+        """Start to sum an array on the bulk lane if all ranks do so with the same note, which needs no other message.
+
+        **Collective** where it returns a request.
+
+        Args:
+            array: as for :meth:`all_reduce`.
+            note: an integer of 63 bits that says what has to be equal.
+            value: a number that all ranks get from this one.
+            settle: called, before anything is written to the array, by each rank whose note is not that of all, or
+                that finds another rank in a message on the urgent lane which this one has not come to. It exchanges
+                messages on the urgent lane until it raises on all ranks, and then nobody has started; or it returns on
+                all of them, and the sum goes on.
+
+        Returns:
+            None where the transport cannot do that, or not with this array; then nothing was done, on any rank.
+        """
+        return None
 
     def start_reduce_scatter(
         self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,21 @@ import numpy as np
 from ..errors import CommunicationError
 from .base import FLOATS, INTEGERS, OPS
 
-_NAMES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "exclusive_sum", "barrier")
+_NAMES = (
+    "all_reduce",
+    "checked_all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "exclusive_sum",
+    "barrier",
+)
 _DTYPES = [np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in FLOATS + INTEGERS]
 _KINDS = [(name, op, dtype) for name in _NAMES for op in OPS for dtype in _DTYPES]
 _NUMBERS = _KINDS.index(("all_reduce", "max", np.dtype(np.int64)))
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}  # fits a byte
+_CHECKED = frozenset(code for code, kind in enumerate(_KINDS) if kind[0] == "checked_all_reduce")
 
 
 @dataclass(slots=True)
@@ -46,6 +56,23 @@ class Call:
     number: int = 0
 
 
+@dataclass(slots=True)
+class Checked(Call):
+    """A sum by which the ranks find out that they start it with the same note.
+
+    Attributes:
+        note: what has to be equal on all ranks, 63 bits.
+        value: a number of this rank, for all of them.
+        settle: called where notes differ, or where a rank is in a call on the urgent lane instead.
+        values: each rank's number, when the notes were found equal.
+    """
+
+    note: int = 0
+    value: float = 0.0
+    settle: Callable[[], None] | None = None
+    values: list[float] | None = None
+
+
 def sign(name: str, op: str, array: Any, details: Sequence[int] | int = 0) -> int:
     """Return call, dtype, length and details (a root, or bounds) as one number of 63 bits. **Local.**"""
     if not isinstance(details, int):
@@ -56,6 +83,11 @@ def sign(name: str, op: str, array: Any, details: Sequence[int] | int = 0) -> in
 def sign_numbers(integers: int, floats: int) -> int:
     """Return the signature of the reduction of so many numbers: that of a maximum of int64 with details. **Local.**"""
     return integers << 24 | (floats & 0xFFFF) << 8 | _NUMBERS
+
+
+def checked(signature: int) -> bool:
+    """Return whether a signature is that of a checked sum. **Local.**"""
+    return signature & 0xFF in _CHECKED
 
 
 def mismatch(ranks: Sequence[int], signatures: Sequence[int]) -> CommunicationError:

@@ -10,6 +10,8 @@ length) and the place of its array; so a call that does not match those of the o
 them, and all choose the same way. It posts DONE when it no longer touches other ranks' memory.
 :meth:`DirectCommunicator.start_all_reduce` and its like announce and go on: the sums are made as soon as the other
 ranks have announced too, at the latest in ``wait()``. So a rank that is ahead computes on instead of waiting.
+A checked sum is announced with a note, and a number for all. Where notes differ, or where a rank is on the urgent lane
+instead, the ranks take back what they have announced from there on and settle it there, before they announce it again.
 
 Read ``blocks`` for the arithmetic, ``flags`` for the waiting, ``shared_memory`` for a mapping.
 """
@@ -20,7 +22,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from operator import add
 from typing import Any
@@ -30,11 +32,11 @@ import numpy as np
 from ..device import CPU, device_of
 from ..errors import CommunicationError, on_all_ranks
 from .activity import Activity
-from .base import Communicator, Request
+from .base import CheckedRequest, Communicator, Request
 from .blocks import slices
-from .calls import Call, mismatch, sign, sign_numbers
-from .flags import DONE, HISTORY, LOCATIONS, READY, SIGNATURES
-from .lane import Lane
+from .calls import Call, Checked, checked, mismatch, sign, sign_numbers
+from .flags import DONE, HISTORY, LOCATIONS, NOTES, NUMBERS, READY, SIGNATURES, Flags
+from .lane import WITHDRAWN, Lane
 from .regions import Regions
 
 
@@ -59,6 +61,11 @@ class _Known:
     def call(self, array: Any, op: str) -> Call:
         return Call(array, op, self.own, self.kept, self.bounds, self.signature, self.root)
 
+    def checked(self, array: Any, note: int, value: float, settle: Callable[[], None]) -> Checked:
+        return Checked(
+            array, "sum", self.own, self.kept, None, self.signature, None, 0, 0, note, value, settle
+        )
+
 
 class _Started(Request):
     def __init__(self, comm: DirectCommunicator, name: str, lane: str, call: Call) -> None:
@@ -66,6 +73,18 @@ class _Started(Request):
 
     def wait(self) -> None:
         self._comm._finish(self._name, self._lane, self._call)
+
+
+class _StartedChecked(CheckedRequest):
+    def __init__(self, comm: DirectCommunicator, call: Checked) -> None:
+        self._comm, self._call = comm, call
+
+    def wait(self) -> None:
+        self._comm._finish("all_reduce", "bulk", self._call)
+
+    @property
+    def values(self) -> list[float] | None:
+        return self._call.values
 
 
 class DirectCommunicator(Communicator):
@@ -133,6 +152,19 @@ class DirectCommunicator(Communicator):
         started = self._start("all_reduce", array, op, lane, None)
         return started if started is not None else super().start_all_reduce(array, op=op, lane=lane)
 
+    def start_checked_all_reduce(
+        self, array: Any, note: int, value: float, settle: Callable[[], None]
+    ) -> CheckedRequest | None:
+        key = (id(array), "checked_all_reduce", "sum", "bulk", None)
+        known = self._known.get(key)
+        if known is None or known.array() is not array:
+            known = self._learn(key, array, None)
+            if known is None:
+                return None
+        call = known.checked(array, note, value, settle)
+        self._announce("all_reduce", "bulk", call, known.location)
+        return _StartedChecked(self, call)
+
     def start_reduce_scatter(
         self, array: Any, bounds: Sequence[int], *, op: str = "sum", lane: str = "bulk"
     ) -> Request:
@@ -155,19 +187,23 @@ class DirectCommunicator(Communicator):
             known = self._learn(key, array, bounds)
             if known is None:
                 return None
+        call = known.call(array, op)
+        self._announce(name, lane, call, known.location)
+        return _Started(self, name, lane, call)
+
+    def _announce(self, name: str, lane: str, call: Call, location: int) -> None:
         self._enter(name, lane)
         try:
             own_lane = self._lane(lane)
-            call, announced = known.call(array, op), own_lane.announced
+            announced = own_lane.announced
             if announced:
                 while own_lane.too_far_ahead:
                     self._carry_out_first(own_lane)
-            own_lane.announce(call, known.location)
+            own_lane.announce(call, location)
             while announced and own_lane.flags.reached(READY, announced[0].number):
                 self._carry_out_first(own_lane)
         finally:
             self.activity.leave()
-        return _Started(self, name, lane, call)
 
     def _learn(self, key: tuple[Any, ...], array: Any, bounds: tuple[int, ...] | None) -> _Known | None:
         """Return what :meth:`_start` asks of an array; None where it is small, or not mapped. **Local.**"""
@@ -181,7 +217,7 @@ class DirectCommunicator(Communicator):
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         if bounds is None:
-            call = self._all_reducing(array, op)
+            call = self._all_reducing(array, op, name)
         elif name == "reduce_scatter":
             call = self._scattering(array, bounds, op)
         else:
@@ -191,6 +227,10 @@ class DirectCommunicator(Communicator):
 
     def _finish(self, name: str, lane_name: str, call: Call) -> None:
         lane = self._lane(lane_name)
+        if call.number == WITHDRAWN:
+            raise CommunicationError(
+                f"{name}: expected it to be carried out, got ranks that disagreed before; start it again on all ranks"
+            )
         if not lane.announced and lane.flags.reached(DONE, call.number):
             return
         self.activity.resume(name)
@@ -208,10 +248,10 @@ class DirectCommunicator(Communicator):
         else:
             self._run(own_lane, self._all_reducing(array, op))
 
-    def _all_reducing(self, array: Any, op: str) -> Call:
+    def _all_reducing(self, array: Any, op: str, name: str = "all_reduce") -> Call:
         bounds = slices(array.size, array.itemsize, self.size)
         own = bounds[self.rank], bounds[self.rank + 1]
-        return Call(array, op, own, (0, array.size), None, sign("all_reduce", op, array))
+        return Call(array, op, own, (0, array.size), None, sign(name, op, array))
 
     def _reduce(self, array: Any, op: str, root: int, lane: str) -> None:
         bounds = slices(array.size, array.itemsize, self.size)
@@ -314,6 +354,56 @@ class DirectCommunicator(Communicator):
                 error = self._mismatch(signatures)
                 raise error if self.names is not None else on_all_ranks(error)
 
+    def _meet_checked(self, lane: Lane, call: Checked) -> None:
+        """Do as :meth:`_meet`, and find out whether the notes are equal."""
+        flags, number = lane.flags, call.number
+        if not flags.wait_unless(READY, number, partial(self._elsewhere, flags, number)):
+            later = lane.withdraw(number)
+            self._settle(call)
+            # Who was elsewhere has exchanged the same there, and sums without a check.
+            call.signature = sign("all_reduce", "sum", call.array)
+            for each in (call, *later):
+                lane.announce(each, each.location)
+            lane.announced.popleft()
+            self._meet(lane, number, call.signature)
+            return
+        place = number % HISTORY
+        same = True
+        for row in flags.peers:
+            if row[SIGNATURES + place] != call.signature or row[NOTES + place] != call.note:
+                same = False
+        if same:
+            call.values = [row[NUMBERS + place] for row in flags.floats]
+            return
+        if all(checked(row[SIGNATURES + place]) for row in flags.rows):
+            # Before settling: who has done so may start something else in their place, and look for it here.
+            later = lane.withdraw(number + 1)
+            try:
+                self._settle(call)
+            except BaseException:
+                flags.post(DONE, number)
+                raise
+            for each in later:
+                lane.announce(each, each.location)
+        self._meet(lane, number, call.signature)
+
+    def _elsewhere(self, flags: Flags, number: int) -> bool:
+        """Return whether a rank is in an urgent message that this one has not come to, and not in this sum yet."""
+        urgent = self._lanes["urgent"]
+        posted = urgent.number
+        for there, here in zip(urgent.flags.peers, flags.peers):
+            # In this order: a rank may come to both meanwhile.
+            if there[READY] > posted and here[READY] < number:
+                return True
+        return False
+
+    def _settle(self, call: Checked) -> None:
+        assert call.settle is not None
+        name = self.activity.call
+        call.settle()
+        if name is not None:
+            self.activity.resume(name)
+
     def _carry_out_first(self, lane: Lane) -> None:
         """Do this rank's part of the first announced collective; its result is complete when all are DONE."""
         if self.spans is None:
@@ -325,7 +415,10 @@ class DirectCommunicator(Communicator):
 
     def _carry_out(self, lane: Lane) -> None:
         call = lane.announced.popleft()
-        self._meet(lane, call.number, call.signature)
+        if type(call) is Checked:
+            self._meet_checked(lane, call)
+        else:
+            self._meet(lane, call.number, call.signature)
         word = LOCATIONS + call.number % HISTORY
         parts = self._regions.parts(call.array, call.location, [row[word] for row in lane.flags.rows])
         if parts is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ from .activity import Activity, secondary
 
 READY, DONE, PHASE = 0, 8, 16  # words of a row, a cache line each: collectives entered and done, pieces
 SIGNATURES, LOCATIONS = 24, 32  # words: what the last collectives were, and where their arrays lie
-HISTORY = 8  # collectives whose signature and location a row holds
-_SLEEPERS = 40  # bytes from this word on: who sleeps until this rank moves on
+NOTES, NUMBERS = 40, 48  # words: of checked sums, what has to be equal, and a float64
+HISTORY = 8  # collectives of which a row holds these
+_SLEEPERS = 56  # bytes from this word on: who sleeps until this rank moves on
 _MARKS = 64
 ROW_BYTES = (_SLEEPERS + 8) * 8
 
@@ -68,6 +69,10 @@ def _system_calls() -> tuple[Any, Any]:
     return call, library.sched_yield
 
 
+def _nowhere() -> bool:
+    return False
+
+
 class Flags:
     """The counters of all ranks on one lane.
 
@@ -82,12 +87,15 @@ class Flags:
     Attributes:
         rows: each rank's row as 64-bit words.
         own: this rank's row.
+        floats: each rank's row as float64.
     """
 
     def __init__(self, rank: int, rows: Sequence[np.ndarray], activity: Activity, looks: int = LOOKS) -> None:
         self._memory = [row[:ROW_BYTES].view(np.int64) for row in rows]
         self.rows = [memoryview(words) for words in self._memory]  # type: ignore[arg-type]
+        self.rank = rank
         self.own = self.rows[rank]
+        self.floats: list[Any] = [memoryview(words.view(np.float64)) for words in self._memory]  # type: ignore[arg-type]
         self.peers = [self.rows[(rank + i) % len(rows)] for i in range(1, len(rows))]
         self._activity = activity
         self._looks = looks
@@ -132,14 +140,28 @@ class Flags:
                 else:
                     self._wait_long(row, word, value)
 
-    def _wait_long(self, row: memoryview, word: int, value: int) -> None:
+    def wait_unless(self, word: int, value: int, elsewhere: Callable[[], bool]) -> bool:
+        """Do as :meth:`wait`, and return False as soon as ``elsewhere()`` says that a rank will not come."""
+        for row in self.peers:
+            if row[word] < value:
+                for _ in range(self._looks):
+                    if row[word] >= value:
+                        break
+                else:
+                    if not self._wait_long(row, word, value, elsewhere):
+                        return False
+        return True
+
+    def _wait_long(
+        self, row: memoryview, word: int, value: int, elsewhere: Callable[[], bool] = _nowhere
+    ) -> bool:
         offer = self._yield
         for i in range(_YIELDS):
             offer()
             if row[word] >= value:
-                return
+                return True
             # Where others want the core, each yield takes as long as they may keep it: milliseconds.
-            if i % 32 == 31 and self._activity.failure is not None:
+            if i % 32 == 31 and (self._activity.failure is not None or elsewhere()):
                 break
         address, marks, mark = self._addresses[id(row)] + 8 * word, self._marks[id(row)], self._mark
         seconds = _FIRST_SLEEP
@@ -152,9 +174,12 @@ class Flags:
                         f"{self._activity.call or 'wait'}: expected all ranks alive, got a failure ({failure}); "
                         "see the first report, this job is ending"
                     )
+                if elsewhere():
+                    return False
                 self._timespec.nanoseconds = int(seconds * 1e9)
                 # The kernel compares the counter's low half once more, so that no change is slept through.
                 self._call(_FUTEX, address, _WAIT, seen & 0xFFFFFFFF, ctypes.addressof(self._timespec), 0, 0)
                 seconds = min(2 * seconds, _LONGEST_SLEEP)
         finally:
             marks[mark] = 0
+        return True

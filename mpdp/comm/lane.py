@@ -15,9 +15,10 @@ import numpy as np
 
 from .activity import Activity
 from .blocks import Combiner
-from .calls import Call
-from .flags import DONE, HISTORY, LOCATIONS, PHASE, READY, ROW_BYTES, SIGNATURES, Flags
+from .calls import Call, Checked
+from .flags import DONE, HISTORY, LOCATIONS, NOTES, NUMBERS, PHASE, READY, ROW_BYTES, SIGNATURES, Flags
 
+WITHDRAWN = -1  # the number of a call that was
 PIECE_BYTES = 256 << 10  # of what travels through the staging area
 
 
@@ -103,21 +104,39 @@ class Lane:
 
     def announce(self, call: Call, location: int) -> None:
         """Post a collective that is to be carried out when all ranks have announced it."""
+        if type(call) is Checked:
+            # Nobody looks at them before READY says so.
+            number = self.number + 1
+            self._make_room(number)
+            self.flags.own[NOTES + number % HISTORY] = call.note
+            self.flags.floats[self.flags.rank][NUMBERS + number % HISTORY] = call.value
         call.location = location
         call.number = self.post(call.signature, location)
         self.announced.append(call)
 
+    def withdraw(self, number: int) -> list[Call]:
+        """Take back the announcements from ``number`` on, none of which any rank has met, and return the calls."""
+        calls = list(self.announced)
+        self.announced.clear()
+        for call in calls:
+            call.number = WITHDRAWN
+        self.number = number - 1
+        self.flags.post(READY, self.number)
+        return calls
+
     def post(self, signature: int, location: int = 0) -> int:
         """Say that this rank is ready for a collective, and return its number; does not wait for the others in it."""
         number = self.number + 1
-        if (
-            number - self._all_done >= HISTORY
-        ):  # others may still read the signature whose place this one takes
-            self.flags.wait(DONE, number - HISTORY + 1)
-            self._all_done = min((row[DONE] for row in self.flags.peers), default=number)
+        self._make_room(number)
         self.number = number
         own, place = self.flags.own, number % HISTORY
         own[SIGNATURES + place] = signature
         own[LOCATIONS + place] = location
         self.flags.post(READY, number)
         return number
+
+    def _make_room(self, number: int) -> None:
+        """Wait until nobody reads the signature any more whose place a collective's takes."""
+        if number - self._all_done >= HISTORY:
+            self.flags.wait(DONE, number - HISTORY + 1)
+            self._all_done = min((row[DONE] for row in self.flags.peers), default=number)

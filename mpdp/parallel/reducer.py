@@ -3,6 +3,9 @@
 Chunks are reduced strictly in index order on every rank, whichever order they become ready in; that is what makes
 messages match without negotiation. Two ways in: :meth:`Reducer.ready` for gradients computed by hand, and a
 :class:`FlushPlan` computed once for a tape, whose Python work in a step is proportional to chunks, not parameters.
+
+Before the first chunk the ranks agree that they are in the same step: by a record, which its owner exchanges or the
+reducer itself, or by what that chunk is announced with where a transport carries such notes.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
 from ..comm.agreement import agree, compare, together
-from ..comm.base import Communicator, Request
+from ..comm.base import CheckedRequest, Communicator, Request
 from ..errors import on_all_ranks
 from .arena import GradientArena
 from .chunks import chunk_table
@@ -23,7 +27,19 @@ from .layout import Layout
 from .placement import Placement
 from .record import Agreed, Kind, exchange
 
+_NOTHING_YET = (0.0, 0.0, 0.0, 0.0)  # of the sums of finish()
+_SPREAD, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1  # odd: it takes different numbers to different ones
+
 FlushPlan = Mapping[int, Callable[[], None]]
+
+
+class _Terms(IntEnum):
+    """How a rank starts the first chunk: what it knows then."""
+
+    EARLY = 0  # before finish()
+    UNCOUNTED = 1
+    COUNTED = 2
+    BAD = 3  # a count that is none
 
 
 class Reducer:
@@ -98,6 +114,9 @@ class Reducer:
         self.waited_seconds = 0.0
         self.opening: Callable[[], None] | None = None
         self._opened = False
+        self._first: CheckedRequest | None = None  # the first chunk, where it carries the record
+        self._terms = _Terms.EARLY
+        self._settled: Agreed | None = None
         self._announced: set[str] = set()
         self._pending = list(self._members)
         self._next = 0
@@ -187,6 +206,7 @@ class Reducer:
         if self._opened:
             return None
         self._opened = True
+        self._first = self._settled = None
         start = time.perf_counter()
         try:
             if self.opening is not None:
@@ -194,15 +214,57 @@ class Reducer:
                 opening()
                 return None
             return exchange(self.comm, Kind.REDUCE, self.step, sums=sums, layout=self.arena.layout.digest)
+        except BaseException:
+            self.abandon()  # nothing has started
+            raise
         finally:
             self.waited_seconds += time.perf_counter() - start
+
+    def _begin(self, terms: _Terms, sums: Sequence[float]) -> Agreed | None:
+        """Do as :meth:`open`, and start the first chunk if it can carry what a record would say. **Collective.**"""
+        if self.opening is None and self.placement.whole and self.chunks and self.comm.size > 1:
+            start = time.perf_counter()
+            note = (self.arena.layout.digest + 4 * self.step + terms) * _SPREAD & _MASK
+            settle = partial(self._settle, sums)
+            first = self.comm.start_checked_all_reduce(self.views[0], note, sums[0], settle)
+            self.waited_seconds += time.perf_counter() - start
+            if first is not None:
+                self._opened, self._first, self._terms, self._next = True, first, terms, 1
+                self._requests.append(first)
+                return None
+        return self.open(sums)
+
+    def _settle(self, sums: Sequence[float]) -> None:
+        """Exchange the record after all: first chunks carry different notes, or a rank is elsewhere. **Collective.**"""
+        try:
+            self._settled = exchange(
+                self.comm, Kind.REDUCE, self.step, sums=sums, layout=self.arena.layout.digest
+            )
+        except BaseException:
+            self.abandon()  # the transport has taken back every chunk
+            raise
+
+    def _carried(self) -> Agreed | None:
+        """Return what the ranks agreed on by their first chunks; None where that was not enough. **Local.**"""
+        first, self._first = self._first, None
+        settled, self._settled = self._settled, None
+        if first is None or first.values is None:
+            return settled
+        if self._terms not in (_Terms.UNCOUNTED, _Terms.COUNTED):
+            return None
+        total = 0.0
+        for value in first.values:  # in the order of ranks, as a record does; sum() may add otherwise
+            total += value
+        size = self.comm.size
+        without = size if self._terms is _Terms.UNCOUNTED else 0
+        return Agreed((total, without, 0, size), True, False, False)
 
     def flush(self, upto: int) -> None:
         """Start all chunks before ``upto`` that were not started yet. **Collective.**"""
         if self._next >= upto:
             return
         if not self._opened:
-            self.open()
+            self._begin(_Terms.EARLY, _NOTHING_YET)
         start = time.perf_counter()
         while self._next < upto:
             self._requests.append(self.placement.start_reducing(self.views[self._next], self._next))
@@ -211,9 +273,9 @@ class Reducer:
 
     def wait(self) -> None:
         """Start what is left, wait for every chunk and make ready for the next step. **Collective.**"""
+        self.flush(len(self.chunks))
         if not self._opened:  # parameters without elements make no chunk
             self.open()
-        self.flush(len(self.chunks))
         start = time.perf_counter()
         for request in self._requests:
             request.wait()
@@ -228,7 +290,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Forget a step that was broken off, without a message. **Local.**"""
-        self.opening = None
+        self.opening = self._first = self._settled = None
         self._opened = False
         self._requests.clear()
         self._next = 0
@@ -259,8 +321,13 @@ class Reducer:
         bad = count is not None and not (count >= 0 and math.isfinite(count))
         step = self.step
         sums = (0.0 if bad else count or 0.0, count is None, bad, 1)
-        agreed = self.open(sums)
+        agreed = None
+        if not self._opened:
+            terms = _Terms.BAD if bad else _Terms.UNCOUNTED if count is None else _Terms.COUNTED
+            agreed = self._begin(terms, sums)
         self.wait()
+        if self._first is not None:
+            agreed = self._carried()
         if (
             agreed is None or agreed.sums[-1] != self.comm.size
         ):  # some rank has opened the step before it came here

@@ -15,7 +15,7 @@ from launching import PROGRAMS
 def test_every_difference_is_named_on_all_ranks(job, size, transport, nodes):
     environ = {"MPDP_TRANSPORT": transport, "MPDP_NODES": nodes}
     result = job(PROGRAMS / "disagreement.py", "all", n=size, environ=environ).check()
-    assert result.output.count("passed ") == 34
+    assert result.output.count("passed ") == 38
 
 
 def test_ranks_that_run_different_scripts_are_told_at_the_start(tmp_path):

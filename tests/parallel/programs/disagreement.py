@@ -196,6 +196,52 @@ def reduced_by_hand_alone():
         t.evaluate(dataset)
 
 
+def large_reducer(width=50_000):
+    """Return one whose first chunk carries the record over shared memory."""
+    return mpdp.Reducer(mpdp.GradientArena({"w": (width,)}))
+
+
+def skipped_reduction_of_a_large_arena():
+    reducer = large_reducer()
+    reducer.finish(count=1)
+    if odd:
+        reducer.step += 1
+    reducer.finish(count=1)
+
+
+def reducers_in_another_order():
+    """Of one length, so that nothing else than the step tells them apart, and of two."""
+    one, other, longer = large_reducer(), large_reducer(60_000), large_reducer(90_000)
+    for each in (one, other, longer):
+        each.finish()
+    for first, second in ((one, other), (one, longer)):
+        try:
+            (second if odd else first).finish()
+        except DisagreementError as error:
+            assert "the reduction of a Reducer" in str(error), error
+        else:
+            raise AssertionError
+    (longer if odd else one).finish()
+
+
+def large_arena_reduced_alone(early=False):
+    """While the others are in a call that begins on the other lane."""
+    reducer = large_reducer()
+    t = trainer()
+    for _ in range(2):
+        reducer.finish()
+    if rank == 0:
+        if early:
+            reducer.ready("w")
+        reducer.finish()
+    else:
+        t.evaluate(dataset)
+
+
+def large_arena_announced_alone():
+    large_arena_reduced_alone(early=True)
+
+
 def arena_shapes():
     mpdp.Reducer(mpdp.GradientArena({"w": (4 if odd else 3,)}))
 
@@ -284,6 +330,10 @@ EXPECTED = {
     "equal_models_in_another_order": "in the backward pass of a step at step 1 of model ",
     "skipped_reduction": "the reduction of a Reducer: expected every rank to call it at the same step",
     "reduced_by_hand_alone": "expected every rank to call it at the same step, got rank",
+    "skipped_reduction_of_a_large_arena": "the reduction of a Reducer: expected every rank to call it at the same step",
+    "reducers_in_another_order": "the reduction of a Reducer: expected every rank to call it at the same step",
+    "large_arena_reduced_alone": "expected every rank to call it at the same step, got rank",
+    "large_arena_announced_alone": "expected every rank to call it at the same step, got rank",
     "arena_shapes": "gradient arena: expected the same w on all ranks, got float32[3] on rank 0",
     "weights_changed": "expected equal bits on all ranks after step 1, got a different weight of "
     f"out.bias on rank {size - 1}",

@@ -65,6 +65,23 @@ def test_a_wait_is_for_all_others_and_not_for_itself():
     assert not one.reached(READY, 2)
 
 
+@pytest.mark.parametrize("looks", [0, 400])
+@pytest.mark.parametrize("pause", [0, 0.02])
+def test_a_wait_ends_when_a_rank_is_elsewhere(pause, looks):
+    """While it yields, and while it sleeps; but not when the counter has come."""
+    one, two, three = make(3, looks=looks)
+    gone = threading.Event()
+    two.post(READY, 1)
+    threading.Timer(pause, gone.set).start()
+    assert not one.wait_unless(READY, 1, gone.is_set)
+    assert not any(np.asarray(row)[flags._SLEEPERS :].any() for row in one.rows)
+    three.post(READY, 1)
+    assert one.wait_unless(READY, 1, gone.is_set)
+    gone.clear()
+    threading.Timer(pause, lambda: [each.post(READY, 2) for each in (two, three)]).start()
+    assert one.wait_unless(READY, 2, gone.is_set)
+
+
 def test_more_ranks_than_marks():
     all_flags = make(70, looks=0)
     waiting = [
