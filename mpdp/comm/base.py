@@ -71,7 +71,7 @@ class CheckedRequest(Request):
     """A checked sum that was started.
 
     Attributes:
-        values: after ``wait()`` each rank's number, if the notes of all ranks were equal; else None.
+        values: after ``wait()`` each rank's number, by rank, if the notes of all ranks were equal; else None.
     """
 
     @property
@@ -188,7 +188,7 @@ class Communicator(ABC):
     ) -> CheckedRequest | None:
         """Start to sum an array on the bulk lane if all ranks do so with the same note, which needs no other message.
 
-        **Collective** where it returns a request.
+        **Collective.** Where notes are equal, as they should be, it does what :meth:`start_all_reduce` does.
 
         Args:
             array: as for :meth:`all_reduce`.
@@ -200,7 +200,12 @@ class Communicator(ABC):
                 all of them, and the sum goes on.
 
         Returns:
-            None where the transport cannot do that, or not with this array; then nothing was done, on any rank.
+            None where the transport cannot do that, or not with this array of this rank; then nothing was done here.
+            The rank then exchanges what ``settle`` does, and starts a plain sum; others, where they got a request, find
+            it on the urgent lane.
+
+        Raises:
+            Exception: what ``settle`` raises, here, in ``wait()`` or in another call on the bulk lane.
         """
         return None
 

@@ -56,20 +56,20 @@ class Call:
     number: int = 0
 
 
-@dataclass(slots=True)
-class Checked(Call):
-    """A sum by which the ranks find out that they start it with the same note.
+@dataclass(slots=True, kw_only=True)
+class CheckedCall(Call):
+    """A sum by which the ranks find out whether they start it with the same note.
 
     Attributes:
         note: what has to be equal on all ranks, 63 bits.
         value: a number of this rank, for all of them.
         settle: called where notes differ, or where a rank is in a call on the urgent lane instead.
-        values: each rank's number, when the notes were found equal.
+        values: each rank's number, by rank, when the notes were found equal; else None.
     """
 
-    note: int = 0
-    value: float = 0.0
-    settle: Callable[[], None] | None = None
+    note: int
+    value: float
+    settle: Callable[[], None]
     values: list[float] | None = None
 
 
@@ -85,7 +85,7 @@ def sign_numbers(integers: int, floats: int) -> int:
     return integers << 24 | (floats & 0xFFFF) << 8 | _NUMBERS
 
 
-def checked(signature: int) -> bool:
+def is_checked(signature: int) -> bool:
     """Return whether a signature is that of a checked sum. **Local.**"""
     return signature & 0xFF in _CHECKED
 

@@ -10,8 +10,11 @@ length) and the place of its array; so a call that does not match those of the o
 them, and all choose the same way. It posts DONE when it no longer touches other ranks' memory.
 :meth:`DirectCommunicator.start_all_reduce` and its like announce and go on: the sums are made as soon as the other
 ranks have announced too, at the latest in ``wait()``. So a rank that is ahead computes on instead of waiting.
-A checked sum is announced with a note, and a number for all. Where notes differ, or where a rank is on the urgent lane
-instead, the ranks take back what they have announced from there on and settle it there, before they announce it again.
+
+A checked sum is announced with a note, which has to be equal on all ranks, and with a number for all of them. Where
+notes differ, or where a rank is in a message on the urgent lane instead, ranks take back what they have announced
+behind the sum (in the second case the sum too), exchange messages on the urgent lane, and announce it again if these
+raise nothing.
 
 Read ``blocks`` for the arithmetic, ``flags`` for the waiting, ``shared_memory`` for a mapping.
 """
@@ -34,8 +37,8 @@ from ..errors import CommunicationError, on_all_ranks
 from .activity import Activity
 from .base import CheckedRequest, Communicator, Request
 from .blocks import slices
-from .calls import Call, Checked, checked, mismatch, sign, sign_numbers
-from .flags import DONE, HISTORY, LOCATIONS, NOTES, NUMBERS, READY, SIGNATURES, Flags
+from .calls import Call, CheckedCall, is_checked, mismatch, sign, sign_numbers
+from .flags import DONE, HISTORY, LOCATIONS, NOTES, READY, SIGNATURES, VALUES, Flags
 from .lane import WITHDRAWN, Lane
 from .regions import Regions
 
@@ -61,9 +64,9 @@ class _Known:
     def call(self, array: Any, op: str) -> Call:
         return Call(array, op, self.own, self.kept, self.bounds, self.signature, self.root)
 
-    def checked(self, array: Any, note: int, value: float, settle: Callable[[], None]) -> Checked:
-        return Checked(
-            array, "sum", self.own, self.kept, None, self.signature, None, 0, 0, note, value, settle
+    def checked(self, array: Any, note: int, value: float, settle: Callable[[], None]) -> CheckedCall:
+        return CheckedCall(
+            array, "sum", self.own, self.kept, None, self.signature, note=note, value=value, settle=settle
         )
 
 
@@ -76,7 +79,7 @@ class _Started(Request):
 
 
 class _StartedChecked(CheckedRequest):
-    def __init__(self, comm: DirectCommunicator, call: Checked) -> None:
+    def __init__(self, comm: DirectCommunicator, call: CheckedCall) -> None:
         self._comm, self._call = comm, call
 
     def wait(self) -> None:
@@ -354,10 +357,10 @@ class DirectCommunicator(Communicator):
                 error = self._mismatch(signatures)
                 raise error if self.names is not None else on_all_ranks(error)
 
-    def _meet_checked(self, lane: Lane, call: Checked) -> None:
+    def _meet_checked(self, lane: Lane, call: CheckedCall) -> None:
         """Do as :meth:`_meet`, and find out whether the notes are equal."""
         flags, number = lane.flags, call.number
-        if not flags.wait_unless(READY, number, partial(self._elsewhere, flags, number)):
+        if not flags.wait(READY, number, partial(self._elsewhere, flags, number)):
             later = lane.withdraw(number)
             self._settle(call)
             # Who was elsewhere has exchanged the same there, and sums without a check.
@@ -373,9 +376,9 @@ class DirectCommunicator(Communicator):
             if row[SIGNATURES + place] != call.signature or row[NOTES + place] != call.note:
                 same = False
         if same:
-            call.values = [row[NUMBERS + place] for row in flags.floats]
+            call.values = [row[VALUES + place] for row in flags.floats]
             return
-        if all(checked(row[SIGNATURES + place]) for row in flags.rows):
+        if all(is_checked(row[SIGNATURES + place]) for row in flags.rows):
             # Before settling: who has done so may start something else in their place, and look for it here.
             later = lane.withdraw(number + 1)
             try:
@@ -397,8 +400,7 @@ class DirectCommunicator(Communicator):
                 return True
         return False
 
-    def _settle(self, call: Checked) -> None:
-        assert call.settle is not None
+    def _settle(self, call: CheckedCall) -> None:
         name = self.activity.call
         call.settle()
         if name is not None:
@@ -415,7 +417,7 @@ class DirectCommunicator(Communicator):
 
     def _carry_out(self, lane: Lane) -> None:
         call = lane.announced.popleft()
-        if type(call) is Checked:
+        if type(call) is CheckedCall:
             self._meet_checked(lane, call)
         else:
             self._meet(lane, call.number, call.signature)

@@ -1,9 +1,10 @@
 """Flags: counters in shared memory by which ranks wait for one another.
 
-Each rank owns one row a lane, in memory that all ranks of the node can address. It alone writes the counters of
-its row, which only ever grow; the others read them. So there is nothing to reset, and no atomic operation is
-needed: a store to a row is a release and a load from it an acquire, on machines that keep the order of stores and
-of loads. x86-64 does; :func:`unordered` names the machines that do not, and they are refused.
+Each rank owns one row a lane, in memory that all ranks of the node can address. It alone writes the counters of its
+row; the others read them. They only grow, but for READY, which a rank sets back when it takes back announcements that
+no rank has met yet (``Lane.withdraw``). So there is nothing to reset, and no atomic operation is needed: a store to a
+row is a release and a load from it an acquire, on machines that keep the order of stores and of loads. x86-64 does;
+:func:`unordered` names the machines that do not, and they are refused.
 
 A wait has three stages. It looks at the counters for some microseconds (not where ranks outnumber the cores), then
 looks on while it offers its core to others (``sched_yield``), and after about a millisecond sleeps in the kernel
@@ -29,7 +30,7 @@ from .activity import Activity, secondary
 
 READY, DONE, PHASE = 0, 8, 16  # words of a row, a cache line each: collectives entered and done, pieces
 SIGNATURES, LOCATIONS = 24, 32  # words: what the last collectives were, and where their arrays lie
-NOTES, NUMBERS = 40, 48  # words: of checked sums, what has to be equal, and a float64
+NOTES, VALUES = 40, 48  # words: of checked sums, what has to be equal, and each rank's number (float64)
 HISTORY = 8  # collectives of which a row holds these
 _SLEEPERS = 56  # bytes from this word on: who sleeps until this rank moves on
 _MARKS = 64
@@ -69,7 +70,7 @@ def _system_calls() -> tuple[Any, Any]:
     return call, library.sched_yield
 
 
-def _nowhere() -> bool:
+def _never() -> bool:
     return False
 
 
@@ -93,7 +94,6 @@ class Flags:
     def __init__(self, rank: int, rows: Sequence[np.ndarray], activity: Activity, looks: int = LOOKS) -> None:
         self._memory = [row[:ROW_BYTES].view(np.int64) for row in rows]
         self.rows = [memoryview(words) for words in self._memory]  # type: ignore[arg-type]
-        self.rank = rank
         self.own = self.rows[rank]
         self.floats: list[Any] = [memoryview(words.view(np.float64)) for words in self._memory]  # type: ignore[arg-type]
         self.peers = [self.rows[(rank + i) % len(rows)] for i in range(1, len(rows))]
@@ -126,8 +126,14 @@ class Flags:
                 return False
         return True
 
-    def wait(self, word: int, value: int) -> None:
+    def wait(self, word: int, value: int, unless: Callable[[], bool] = _never) -> bool:
         """Wait until every other rank's counter has come to ``value``.
+
+        Args:
+            unless: says that a rank will not come; asked now and then, once a counter has been looked at for long.
+
+        Returns:
+            whether all have come; False as soon as ``unless`` says that one will not.
 
         Raises:
             RankFailedError: this rank or another has failed meanwhile.
@@ -138,30 +144,18 @@ class Flags:
                     if row[word] >= value:
                         break
                 else:
-                    self._wait_long(row, word, value)
-
-    def wait_unless(self, word: int, value: int, elsewhere: Callable[[], bool]) -> bool:
-        """Do as :meth:`wait`, and return False as soon as ``elsewhere()`` says that a rank will not come."""
-        for row in self.peers:
-            if row[word] < value:
-                for _ in range(self._looks):
-                    if row[word] >= value:
-                        break
-                else:
-                    if not self._wait_long(row, word, value, elsewhere):
+                    if not self._wait_long(row, word, value, unless):
                         return False
         return True
 
-    def _wait_long(
-        self, row: memoryview, word: int, value: int, elsewhere: Callable[[], bool] = _nowhere
-    ) -> bool:
+    def _wait_long(self, row: memoryview, word: int, value: int, unless: Callable[[], bool]) -> bool:
         offer = self._yield
         for i in range(_YIELDS):
             offer()
             if row[word] >= value:
                 return True
             # Where others want the core, each yield takes as long as they may keep it: milliseconds.
-            if i % 32 == 31 and (self._activity.failure is not None or elsewhere()):
+            if i % 32 == 31 and (self._activity.failure is not None or unless()):
                 break
         address, marks, mark = self._addresses[id(row)] + 8 * word, self._marks[id(row)], self._mark
         seconds = _FIRST_SLEEP
@@ -174,7 +168,7 @@ class Flags:
                         f"{self._activity.call or 'wait'}: expected all ranks alive, got a failure ({failure}); "
                         "see the first report, this job is ending"
                     )
-                if elsewhere():
+                if unless():
                     return False
                 self._timespec.nanoseconds = int(seconds * 1e9)
                 # The kernel compares the counter's low half once more, so that no change is slept through.

@@ -15,10 +15,10 @@ import numpy as np
 
 from .activity import Activity
 from .blocks import Combiner
-from .calls import Call, Checked
-from .flags import DONE, HISTORY, LOCATIONS, NOTES, NUMBERS, PHASE, READY, ROW_BYTES, SIGNATURES, Flags
+from .calls import Call, CheckedCall
+from .flags import DONE, HISTORY, LOCATIONS, NOTES, PHASE, READY, ROW_BYTES, SIGNATURES, VALUES, Flags
 
-WITHDRAWN = -1  # the number of a call that was
+WITHDRAWN = -1  # the number of a call that was taken back
 PIECE_BYTES = 256 << 10  # of what travels through the staging area
 
 
@@ -58,6 +58,7 @@ class Lane:
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.flags = Flags(rank, memory, activity, looks)
+        self._own_floats = self.flags.floats[rank]
         self.small_bytes, self.piece_bytes = small_bytes, piece_bytes
         self.owner = threading.get_ident()
         self.combiner = Combiner()
@@ -104,14 +105,8 @@ class Lane:
 
     def announce(self, call: Call, location: int) -> None:
         """Post a collective that is to be carried out when all ranks have announced it."""
-        if type(call) is Checked:
-            # Nobody looks at them before READY says so.
-            number = self.number + 1
-            self._make_room(number)
-            self.flags.own[NOTES + number % HISTORY] = call.note
-            self.flags.floats[self.flags.rank][NUMBERS + number % HISTORY] = call.value
         call.location = location
-        call.number = self.post(call.signature, location)
+        call.number = self.post(call.signature, location, call if type(call) is CheckedCall else None)
         self.announced.append(call)
 
     def withdraw(self, number: int) -> list[Call]:
@@ -124,19 +119,20 @@ class Lane:
         self.flags.post(READY, self.number)
         return calls
 
-    def post(self, signature: int, location: int = 0) -> int:
+    def post(self, signature: int, location: int = 0, checked: CheckedCall | None = None) -> int:
         """Say that this rank is ready for a collective, and return its number; does not wait for the others in it."""
         number = self.number + 1
-        self._make_room(number)
+        if (
+            number - self._all_done >= HISTORY
+        ):  # others may still read the signature whose place this one takes
+            self.flags.wait(DONE, number - HISTORY + 1)
+            self._all_done = min((row[DONE] for row in self.flags.peers), default=number)
         self.number = number
         own, place = self.flags.own, number % HISTORY
         own[SIGNATURES + place] = signature
         own[LOCATIONS + place] = location
+        if checked is not None:
+            own[NOTES + place] = checked.note
+            self._own_floats[VALUES + place] = checked.value
         self.flags.post(READY, number)
         return number
-
-    def _make_room(self, number: int) -> None:
-        """Wait until nobody reads the signature any more whose place a collective's takes."""
-        if number - self._all_done >= HISTORY:
-            self.flags.wait(DONE, number - HISTORY + 1)
-            self._all_done = min((row[DONE] for row in self.flags.peers), default=number)

@@ -73,13 +73,13 @@ def test_a_wait_ends_when_a_rank_is_elsewhere(pause, looks):
     gone = threading.Event()
     two.post(READY, 1)
     threading.Timer(pause, gone.set).start()
-    assert not one.wait_unless(READY, 1, gone.is_set)
+    assert not one.wait(READY, 1, gone.is_set)
     assert not any(np.asarray(row)[flags._SLEEPERS :].any() for row in one.rows)
     three.post(READY, 1)
-    assert one.wait_unless(READY, 1, gone.is_set)
+    assert one.wait(READY, 1, gone.is_set)
     gone.clear()
     threading.Timer(pause, lambda: [each.post(READY, 2) for each in (two, three)]).start()
-    assert one.wait_unless(READY, 2, gone.is_set)
+    assert one.wait(READY, 2, gone.is_set)
 
 
 def test_more_ranks_than_marks():
