@@ -1,10 +1,10 @@
 """The step record: the few numbers that all ranks agree on before they reduce anything.
 
 Every collective of the library that a program calls (a step, an evaluation, a save) begins with this one
-exchange on the urgent lane, always of the same form; ``Reducer.finish`` ends with it, or has its first chunk carry what
-has to be equal, and comes to the exchange where that differs or another rank is in one. So when one rank saves
-while another trains, the two exchanges meet, differ in ``kind``, and every rank gets an error that says who is
-where, instead of a sum of different things. Maxima are taken of x and of ~x: both extremes of x in one message,
+exchange on the urgent lane, always of the same form. A ``Reducer`` used by hand lets its first chunk carry what has
+to be equal, where the transport can, and comes to the exchange when that differs or another rank is in one. So when one
+rank saves while another trains, the two exchanges meet, differ in ``kind``, and every rank gets an error that says who
+is where, instead of a sum of different things. Maxima are taken of x and of ~x: both extremes of x in one message,
 hence equality.
 """
 

@@ -4,8 +4,9 @@ Chunks are reduced strictly in index order on every rank, whichever order they b
 messages match without negotiation. Two ways in: :meth:`Reducer.ready` for gradients computed by hand, and a
 :class:`FlushPlan` computed once for a tape, whose Python work in a step is proportional to chunks, not parameters.
 
-Before the first chunk the ranks agree that they are in the same step: by a record, which its owner exchanges or the
-reducer itself, or by what that chunk is announced with where a transport carries such notes.
+Before the first chunk is summed the ranks agree that they are in the same step: by a step record, which its owner
+exchanges or the reducer itself, or by a note that this chunk is announced with, where the transport carries notes
+(``Communicator.start_checked_all_reduce``).
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from .placement import Placement
 from .record import Agreed, Kind, exchange
 
 _NOTHING_YET = (0.0, 0.0, 0.0, 0.0)  # of the sums of finish()
-_SPREAD, _MASK = 0x9E3779B97F4A7C15, 2**63 - 1  # odd: it takes different numbers to different ones
+_MASK = 2**63 - 1  # a note has 63 bits
 
 FlushPlan = Mapping[int, Callable[[], None]]
 
 
 class _Terms(IntEnum):
-    """How a rank starts the first chunk: what it knows then."""
+    """Two bits of a note: what a rank knows of its count when it starts the first chunk."""
 
-    EARLY = 0  # before finish()
-    UNCOUNTED = 1
+    EARLY = 0  # nothing: it starts it before finish()
+    UNCOUNTED = 1  # finish() without a count
     COUNTED = 2
-    BAD = 3  # a count that is none
+    BAD = 3  # a negative count, or one that is not finite
 
 
 class Reducer:
@@ -201,7 +202,7 @@ class Reducer:
             sums: numbers to add over ranks with that record.
 
         Returns:
-            The record; None if it was ``opening``'s, or exchanged before.
+            The record; None if it was ``opening``'s, was exchanged before, or is carried by the first chunk.
         """
         if self._opened:
             return None
@@ -221,10 +222,10 @@ class Reducer:
             self.waited_seconds += time.perf_counter() - start
 
     def _begin(self, terms: _Terms, sums: Sequence[float]) -> Agreed | None:
-        """Do as :meth:`open`, and start the first chunk if it can carry what a record would say. **Collective.**"""
+        """Start the first chunk if it can carry what a record would say, else do as :meth:`open`. **Collective.**"""
         if self.opening is None and self.placement.whole and self.chunks and self.comm.size > 1:
             start = time.perf_counter()
-            note = (self.arena.layout.digest + 4 * self.step + terms) * _SPREAD & _MASK
+            note = (self.arena.layout.digest + 4 * self.step + terms) & _MASK
             settle = partial(self._settle, sums)
             first = self.comm.start_checked_all_reduce(self.views[0], note, sums[0], settle)
             self.waited_seconds += time.perf_counter() - start
@@ -244,11 +245,10 @@ class Reducer:
             self.abandon()  # the transport has taken back every chunk
             raise
 
-    def _carried(self) -> Agreed | None:
-        """Return what the ranks agreed on by their first chunks; None where that was not enough. **Local.**"""
-        first, self._first = self._first, None
-        settled, self._settled = self._settled, None
-        if first is None or first.values is None:
+    def _carried(self, first: CheckedRequest) -> Agreed | None:
+        """Return what the ranks agreed on by their first chunks; None where these carried no counts. **Local.**"""
+        settled, self._first, self._settled = self._settled, None, None
+        if first.values is None:
             return settled
         if self._terms not in (_Terms.UNCOUNTED, _Terms.COUNTED):
             return None
@@ -311,7 +311,7 @@ class Reducer:
 
         Raises:
             DisagreementError: on all ranks, when a rank skipped a step or is in another call.
-            ValueError: on all ranks: a negative count on one, or a global count of zero.
+            ValueError: on all ranks: a negative count on one, a count on some alone, or a global count of zero.
         """
         if not self.placement.whole:
             raise ValueError(
@@ -327,7 +327,7 @@ class Reducer:
             agreed = self._begin(terms, sums)
         self.wait()
         if self._first is not None:
-            agreed = self._carried()
+            agreed = self._carried(self._first)
         if (
             agreed is None or agreed.sums[-1] != self.comm.size
         ):  # some rank has opened the step before it came here

@@ -192,7 +192,7 @@ def test_another_reducer_is_another_call(width):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_count_that_is_none_is_an_error_of_all(size):
+def test_a_bad_count_is_an_error_of_all(size):
     def body(comm):
         arena, reducer = make(comm)
         bad = (1, -2, 3)[comm.rank]
@@ -213,7 +213,6 @@ def test_a_count_that_is_none_is_an_error_of_all(size):
 
 def test_what_another_reducer_has_started_is_taken_back_too():
     """Where ranks disagree in the first of two, the second has to be started again, and says so."""
-
     ahead = threading.Event()
 
     def body(comm):
