@@ -2,8 +2,8 @@
 
 All ways of a size take turns in one run, so that what else the machine does hits them alike. A large buffer is written
 right before each call, as backward writes gradients. The time of a call is from the moment the last rank starts to
-the moment the last rank ends, on a GPU when it has done the work; small sizes are called many times in a row. Each way
-has run some times before a size is timed, as it has in any training.
+the moment the last rank ends, on a GPU when it has done the work; small sizes are called many times in a row.
+Before it is timed each way is called some 20 times, as it has been in any training; with a large buffer once or twice.
 ``(graph)`` is a transport replayed from a captured CUDA graph: what the host costs is then left out.
 
 Bandwidths: ``algbw`` is bytes / seconds; ``busbw`` is algbw * 2 (n-1) / n; ``of copy`` is 2 n bytes of memory traffic
@@ -40,10 +40,8 @@ SIZES = (*(8**i for i in range(1, 8)), 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = (8, 4096, 1 << 20, 16 << 20)
 ROUNDS, QUICK_ROUNDS = 15, 5
 BLOCK_SECONDS = 0.01
-WARM_CALLS, WARM_BYTES = (
-    20,
-    20 << 20,
-)  # before a size is timed: Python makes code faster that has run some times
+# Before a size is timed, at most: Python makes code faster that has run some times.
+WARM_CALLS, WARM_BYTES = 20, 20 << 20
 
 
 def run(
